@@ -1,0 +1,84 @@
+"""Phalanx starts, watches, heals and coordinates the workers of distributed PyTorch programs.
+
+Names only: each is imported when it is first used, so that ``import phalanx`` costs nothing
+and our own processes load no more than they need.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from phalanx.api import get_context, prewarm, start_processes
+    from phalanx.context import RunResult, SubprocessContext
+    from phalanx.errors import (
+        AgentLostError,
+        NotALauncherError,
+        NotAWorkerError,
+        PayloadError,
+        PhalanxError,
+        PortInUseError,
+        RunDirectoryError,
+        RunStoppedError,
+        SpecError,
+        WorkerFailedError,
+    )
+    from phalanx.failures import Exited, Failure, Signaled
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "phalanx.api": ("get_context", "prewarm", "start_processes"),
+    "phalanx.context": ("RunResult", "SubprocessContext"),
+    "phalanx.errors": (
+        "AgentLostError",
+        "NotALauncherError",
+        "NotAWorkerError",
+        "PayloadError",
+        "PhalanxError",
+        "PortInUseError",
+        "RunDirectoryError",
+        "RunStoppedError",
+        "SpecError",
+        "WorkerFailedError",
+    ),
+    "phalanx.failures": ("Exited", "Failure", "Signaled"),
+}
+
+__all__ = [
+    "AgentLostError",
+    "Exited",
+    "Failure",
+    "NotALauncherError",
+    "NotAWorkerError",
+    "PayloadError",
+    "PhalanxError",
+    "PortInUseError",
+    "RunDirectoryError",
+    "RunResult",
+    "RunStoppedError",
+    "Signaled",
+    "SpecError",
+    "SubprocessContext",
+    "WorkerFailedError",
+    "get_context",
+    "prewarm",
+    "start_processes",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name on first use."""
+    import importlib  # noqa: PLC0415 - not needed before
+
+    for module, names in _HOMES.items():
+        if name in names:
+            value: object = getattr(importlib.import_module(module), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Offer the public names to completion."""
+    return [*__all__, "__version__"]

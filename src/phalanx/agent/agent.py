@@ -1,0 +1,191 @@
+"""The agent's heart: an event loop, the launchers it listens to, the runs it keeps."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import struct
+import sys
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from phalanx import events as ev
+from phalanx import kernel
+from phalanx.agent.connection import Connection
+from phalanx.agent.consoles import Consoles
+from phalanx.agent.forkservers import ForkServers
+from phalanx.agent.run import Run
+from phalanx.messages import (
+    ConsoleTaken,
+    ForkServerKey,
+    Hello,
+    InputLine,
+    KillRun,
+    Launch,
+    LauncherMessage,
+    Prewarm,
+    RestartRun,
+    StopRun,
+)
+
+if TYPE_CHECKING:
+    from phalanx.errors import FrameError
+
+PROTOCOL = 1
+
+
+def run_agent(
+    listener_fd: int, launcher_pid: int, key_json: str, early: tuple[int, socket.socket]
+) -> None:
+    """Serve until the launcher is gone.
+
+    Args:
+        listener_fd: A listening socket that the launcher made and has connected to.
+        launcher_pid: The launcher, this process' parent.
+        key_json: Key of the fork server that runs already.
+        early: That server's pid and our end of its socket.
+    """
+    kernel.become_subreaper()
+    loop = _new_loop()
+    agent = Agent(loop, socket.socket(fileno=listener_fd), launcher_pid)
+    agent.servers.take_over(msgspec.json.decode(key_json, type=ForkServerKey), *early)
+    try:
+        agent.open()
+        loop.run_forever()
+    finally:
+        agent.die()
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    """uvloop answers in half the time; plain asyncio does where it is missing."""
+    try:
+        import uvloop  # noqa: PLC0415 - optional
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+class Agent:
+    """Accepts launchers of its own user, and keeps their runs."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, listener: socket.socket, launcher_pid: int
+    ) -> None:
+        """Keep what is needed; `open` starts to listen."""
+        self._loop = loop
+        self._listener = listener
+        self._launcher_pid = launcher_pid
+        self._runs: dict[str, Run] = {}
+        self._connections: set[Connection[LauncherMessage]] = set()
+        self.servers = ForkServers(loop)
+        self._consoles = Consoles(loop)
+
+    def open(self) -> None:
+        """Listen for launchers, and for the end of the one that started this process."""
+        self._listener.setblocking(False)
+        self._loop.add_reader(self._listener, self._accept)
+        self._loop.add_signal_handler(signal.SIGTERM, self._on_sigterm)
+        pidfd = kernel.open_pidfd(self._launcher_pid)
+        if pidfd is not None:
+            self._loop.add_reader(pidfd, self.die)
+        if os.getppid() != self._launcher_pid:
+            self.die()
+
+    def die(self) -> None:
+        """End at once, and everything with it: the fork servers follow."""
+        for run in list(self._runs.values()):
+            run.kill_now()
+        if not self._runs:
+            self.servers.end()  # nothing to sweep, so the launcher need not wait for them
+        os._exit(0)
+
+    # ── launchers ────────────────────────────────────────────────────────────────────────
+
+    def _accept(self) -> None:
+        sock, _ = self._listener.accept()
+        if not _is_own_user(sock):
+            sock.close()
+            return
+        connection: Connection[LauncherMessage] = Connection(
+            self._loop,
+            sock,
+            LauncherMessage,
+            on_message=lambda message, fds: self._on_message(connection, message, fds),
+            on_close=lambda error: self._on_close(connection, error),
+        )
+        self._connections.add(connection)
+
+    def _on_close(
+        self, connection: Connection[LauncherMessage], error: FrameError | None
+    ) -> None:
+        """A launcher hung up, or sent what is no message: its runs end, others go on."""
+        self._connections.discard(connection)
+        if error is not None:
+            print(f"phalanx agent: a connection was closed: {error}", file=sys.stderr)  # noqa: T201
+        for run in list(self._runs.values()):
+            if run.belongs_to(connection):
+                run.feed(ev.KillRequested(reason="the launcher hung up"))
+        if not self._connections:
+            self.die()
+
+    def _on_message(
+        self, connection: Connection[LauncherMessage], message: LauncherMessage, fds: list[int]
+    ) -> None:
+        match message:
+            case Hello():
+                pass
+            case Prewarm(key=key, image=image):
+                self.servers.get(key, image)
+            case Launch():
+                self._launch(connection, message, fds)
+            case _:
+                run = self._runs.get(message.run_id)
+                if run is not None:  # else it has ended meanwhile
+                    _pass_on(run, message)
+
+    def _launch(
+        self, connection: Connection[LauncherMessage], launch: Launch, fds: list[int]
+    ) -> None:
+        run = Run(
+            self._loop, self.servers, self._consoles, connection, launch, fds, self._on_finished
+        )
+        self._runs[launch.spec.run_id] = run
+        run.begin()
+
+    def _on_finished(self, run: Run) -> None:
+        del self._runs[run.spec.run_id]
+
+    def _on_sigterm(self) -> None:
+        for run in list(self._runs.values()):
+            run.feed(ev.StopRequested(grace_s=run.spec.grace_s, reason="SIGTERM to the agent"))
+
+
+def _pass_on(
+    run: Run, message: StopRun | KillRun | RestartRun | ConsoleTaken | InputLine
+) -> None:
+    match message:
+        case StopRun(grace_s=grace_s, reason=reason):
+            grace_s = run.spec.grace_s if grace_s is None else grace_s
+            run.feed(ev.StopRequested(grace_s=grace_s, reason=reason))
+        case KillRun(reason=reason):
+            run.kill(reason)
+        case RestartRun(grace_s=grace_s):
+            grace_s = run.spec.grace_s if grace_s is None else grace_s
+            run.feed(ev.RestartRequested(grace_s=grace_s))
+        case ConsoleTaken(stream=stream, num_bytes=num_bytes):
+            run.output.taken(stream, num_bytes)
+        case InputLine(rank=rank, text=text):
+            run.answer(rank, text)
+
+
+def _is_own_user(sock: socket.socket) -> bool:
+    """Ask the kernel who is at the other end."""
+    if not hasattr(socket, "SO_PEERCRED"):  # elsewhere the socket lies in a private folder
+        return True
+    size = struct.calcsize("3i")
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    _, uid, _ = struct.unpack("3i", credentials)
+    return bool(uid == os.getuid())

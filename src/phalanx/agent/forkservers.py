@@ -1,0 +1,375 @@
+"""The agent's fork servers: started, kept warm, asked for processes, survived."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+import msgspec
+
+from phalanx import kernel
+from phalanx.agent.connection import Connection
+from phalanx.agent.spawn import spawn_fork_server
+from phalanx.failures import Exit, Signaled
+from phalanx.forkserver.orphans import Orphanage
+from phalanx.messages import (
+    ChildExited,
+    ChildFailed,
+    ChildMade,
+    ForkServerKey,
+    ForkServerReport,
+    MakeStoreHost,
+    MakeSuccessor,
+    MakeWorker,
+    PreloadFailed,
+    ServerReady,
+    ServerStarted,
+    SignalChild,
+    Sweep,
+    Swept,
+)
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Sequence
+
+    from phalanx.errors import FrameError
+    from phalanx.spec import ProcessImage
+
+_BEREAVED_PATIENCE_S = 1.0
+_BEREAVED_POLL_S = 0.002
+
+HEAVY_PRELOAD = ("torch._dynamo", "torch.optim")
+"""What the first optimizer of a process imports (1 s): a successor gets it in the background."""
+
+
+class ProcessOwner(Protocol):
+    """Whoever asked for a process hears what becomes of it."""
+
+    def on_made(self, pid: int, pidfd: int | None) -> None:
+        """The process exists; the pidfd is the owner's."""
+
+    def on_not_made(self, failure: NotMade) -> None:
+        """There is no process, and there will be none."""
+
+    def on_exited(self, exit_: Exit) -> None:
+        """The process ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotMade:
+    """Why a process could not be made."""
+
+    message: str
+    type_name: str | None = None
+    traceback: str | None = None
+
+
+@dataclass(slots=True)
+class _Process:
+    owner: ProcessOwner
+    pid: int | None = None
+
+
+MakeOrder: TypeAlias = MakeWorker | MakeStoreHost
+
+
+class ForkServer:
+    """One fork server, as the agent sees it."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        pid: int | None,
+        sock: socket.socket,
+        on_gone: Callable[[ForkServer], None],
+    ) -> None:
+        """Talk to a server that was just started (pid None: forked by another server)."""
+        self._loop = loop
+        self.pid = pid
+        self._on_gone = on_gone
+        self._connection: Connection[ForkServerReport] = Connection(
+            loop, sock, ForkServerReport, on_message=self._on_report, on_close=self._on_close
+        )
+        self.ready = False
+        self.gone = False
+        self.unfit: str | None = None
+        self._failed: NotMade | None = None
+        self._waiting: dict[int, tuple[MakeOrder, list[int]]] = {}
+        self._processes: dict[int, _Process] = {}
+        self._sweeps: dict[str, list[Callable[[], None]]] = {}
+        self._when_ready: list[Callable[[], None]] = []
+
+    @property
+    def idle(self) -> bool:
+        """Whether no process of it is alive or being made, and nothing is being swept."""
+        return not self._processes and not self._waiting and not self._sweeps
+
+    def make(self, order: MakeOrder, fds: Sequence[int], owner: ProcessOwner) -> None:
+        """Have a process made; the descriptors are owned from here on.
+
+        While the server is still importing the order waits here, where it can be cancelled.
+        """
+        if self.gone or self._failed is not None:
+            _close_all(fds)
+            failure = self._failed or NotMade(message="the fork server ended")
+            self._loop.call_soon(owner.on_not_made, failure)
+            return
+        self._processes[order.ticket] = _Process(owner)
+        self._waiting[order.ticket] = (order, list(fds))
+        if self.ready:
+            self._send_waiting()
+
+    def cancel(self, ticket: int) -> bool:
+        """Take an order back; False when it was sent already."""
+        if ticket not in self._waiting:
+            return False
+        _, fds = self._waiting.pop(ticket)
+        _close_all(fds)
+        del self._processes[ticket]
+        return True
+
+    def signal(self, ticket: int, signum: int) -> None:
+        """Signal a process through its parent (where there are no pidfds)."""
+        self._connection.send(SignalChild(ticket=ticket, signum=signum))
+
+    def sweep(self, tag: str, then: Callable[[], None]) -> None:
+        """Kill what the workers with this tag prefix left behind, then call back."""
+        if self.gone:
+            self._loop.call_soon(then)
+            return
+        self._sweeps.setdefault(tag, []).append(then)
+        self._connection.send(Sweep(tag=tag))
+
+    def make_successor(self, preload: Sequence[str], sock: socket.socket) -> None:
+        """Have it fork a server that imports more; `sock` is that one's end, owned from now."""
+        self._connection.send(MakeSuccessor(preload=tuple(preload)), [sock.detach()])
+
+    def when_ready(self, then: Callable[[], None]) -> None:
+        """Call back once the preload is done."""
+        if self.ready:
+            then()
+        else:
+            self._when_ready.append(then)
+
+    def close(self) -> None:
+        """Let it end: it does when its socket closes."""
+        self._connection.close()
+        self.gone = True
+
+    # ── what it says ─────────────────────────────────────────────────────────────────────
+
+    def _on_report(self, report: ForkServerReport, fds: list[int]) -> None:
+        if isinstance(report, ServerStarted):
+            self.pid = report.pid
+        elif isinstance(report, ServerReady):
+            self.ready, self.unfit = True, report.unfit
+            self._send_waiting()
+            for then in self._when_ready:
+                then()
+            self._when_ready.clear()
+        elif isinstance(report, PreloadFailed):
+            self._fail(
+                NotMade(
+                    message=(
+                        f"preloading {report.module!r} failed: {report.type_name}: "
+                        f"{report.message}; correct preload=…, or leave the module out of it"
+                    ),
+                    traceback=report.traceback,
+                )
+            )
+        elif isinstance(report, Swept):
+            for then in self._sweeps.pop(report.tag, ()):
+                then()
+        else:
+            self._on_child_report(report, fds)
+
+    def _on_child_report(
+        self, report: ChildMade | ChildFailed | ChildExited, fds: list[int]
+    ) -> None:
+        process = self._processes[report.ticket]
+        if isinstance(report, ChildMade):
+            process.pid = report.pid
+            process.owner.on_made(report.pid, fds[0] if fds else None)
+            return
+        del self._processes[report.ticket]
+        if isinstance(report, ChildFailed):
+            process.owner.on_not_made(NotMade(message=report.message))
+        else:
+            process.owner.on_exited(report.exit)
+
+    def _send_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for order, fds in waiting.values():
+            fresh = self.unfit is not None
+            if fresh and not order.fresh_interpreter:
+                order = msgspec.structs.replace(order, fresh_interpreter=True)  # noqa: PLW2901
+            self._connection.send(order, fds)
+
+    def _fail(self, failure: NotMade) -> None:
+        """It will make nothing more: tell all who wait."""
+        self._failed = failure
+        for _, fds in self._waiting.values():
+            _close_all(fds)
+        self._waiting.clear()
+        unmade = [(t, p) for t, p in self._processes.items() if p.pid is None]
+        for ticket, process in unmade:
+            del self._processes[ticket]
+            process.owner.on_not_made(failure)
+
+    # ── its end ──────────────────────────────────────────────────────────────────────────
+
+    def _on_close(self, error: FrameError | None) -> None:
+        self.gone = True
+        if self._failed is None:
+            reason = f": {error}" if error else ""
+            self._fail(NotMade(message=f"the fork server ended while it was needed{reason}"))
+        self._on_gone(self)
+        if self.pid is not None and error is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)  # our own child, not reaped yet
+        self._bury(self._loop.time() + _BEREAVED_PATIENCE_S)
+
+    def _bury(self, until_s: float) -> None:
+        """Reap it and its children.
+
+        They die with it (PR_SET_PDEATHSIG) and have become this process' own, as it is the
+        next subreaper. Nothing tells when, so this is one of the few places that poll.
+        """
+        late = self._loop.time() > until_s
+        for ticket, process in list(self._processes.items()):
+            exit_: Exit | None = None
+            with contextlib.suppress(ChildProcessError):  # not inherited yet
+                exit_ = kernel.peek_exit(process.pid or 0)
+            if exit_ is None and not late:
+                continue
+            del self._processes[ticket]
+            if exit_ is not None and process.pid is not None:
+                kernel.reap(process.pid)
+            process.owner.on_exited(exit_ or Signaled(signal.SIGKILL, "SIGKILL"))
+        if self.pid is not None:
+            kernel.reap(self.pid)
+        if self._processes:
+            self._loop.call_later(_BEREAVED_POLL_S, self._bury, until_s)
+            return
+        for callbacks in self._sweeps.values():
+            for then in callbacks:
+                then()
+        self._sweeps.clear()
+
+
+@dataclass(slots=True)
+class ForkServers:
+    """All fork servers of an agent, by what they can serve."""
+
+    loop: asyncio.AbstractEventLoop
+    _servers: dict[ForkServerKey, ForkServer] = field(default_factory=dict)
+    _retired: list[ForkServer] = field(default_factory=list)
+    _succeeded: set[ForkServerKey] = field(default_factory=set)
+    _tickets: itertools.count[int] = field(default_factory=itertools.count)
+    _orphanage: Orphanage = field(default_factory=Orphanage)
+
+    def new_ticket(self) -> int:
+        """Return a number for a process that no other has."""
+        return next(self._tickets)
+
+    def take_over(self, key: ForkServerKey, pid: int, sock: socket.socket) -> None:
+        """Register a server that was started early."""
+        self._register(key, pid, sock)
+
+    def get(self, key: ForkServerKey, image: ProcessImage) -> ForkServer:
+        """Return the server for a key, started if there is none."""
+        server = self._servers.get(key)
+        if server is not None:
+            return server
+        pid, sock = spawn_fork_server(
+            key.executable, key.flags, key.preload, image.module_path, image.environment
+        )
+        return self._register(key, pid, sock)
+
+    def improve(self, key: ForkServerKey) -> None:
+        """Have the server replaced, in the background, by one that has imported more.
+
+        `torch._dynamo` takes a second to import, during which a server could neither fork
+        nor report. So a fork of the server does that, and takes its place when it is done.
+        """
+        server = self._servers.get(key)
+        if server is None or not server.ready or server.unfit or key in self._succeeded:
+            return
+        if "torch" not in key.preload:
+            return
+        self._succeeded.add(key)
+        ours, theirs = socket.socketpair()
+        server.make_successor(HEAVY_PRELOAD, theirs)
+        successor = ForkServer(self.loop, None, ours, self._on_gone)
+        self._retired.append(successor)  # it serves nobody yet
+        successor.when_ready(lambda: self._succeed(key, successor))
+
+    def _succeed(self, key: ForkServerKey, successor: ForkServer) -> None:
+        self._retired.remove(successor)
+        if successor.unfit:
+            successor.close()
+            return
+        old = self._servers.get(key)
+        self._servers[key] = successor
+        if old is not None:
+            self._retired.append(old)
+        self.close_retired()
+
+    def close_retired(self) -> None:
+        """Let servers go that were replaced and whose last process has ended."""
+        for server in [server for server in self._retired if server.ready and server.idle]:
+            self._retired.remove(server)
+            server.close()
+            self.loop.call_later(0.1, _reap_if_ours, server.pid)
+
+    def sweep_bereaved(self, tag: str) -> bool:
+        """Kill what came to the agent itself because a fork server died; True when clean."""
+        servers = (*self._servers.values(), *self._retired)
+        known = {server.pid for server in servers if server.pid is not None}
+        return not self._orphanage.kill(tag, known, ())
+
+    def note_worker(self, pid: int, tag: str) -> None:
+        """Remember whose session a pid leads, for `sweep_bereaved`."""
+        self._orphanage.note_worker(pid, tag)
+
+    def end(self) -> None:
+        """Kill and reap the servers; only when none of them has a process of a run."""
+        servers = (*self._servers.values(), *self._retired)
+        pids = [server.pid for server in servers if server.pid is not None]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)  # children of this process that it has not reaped
+        for pid in pids:
+            with contextlib.suppress(ChildProcessError):  # a successor's parent is its server
+                os.waitpid(pid, 0)
+
+    def _register(self, key: ForkServerKey, pid: int, sock: socket.socket) -> ForkServer:
+        server = ForkServer(self.loop, pid, sock, self._on_gone)
+        self._servers[key] = server
+        return server
+
+    def _on_gone(self, server: ForkServer) -> None:
+        for key, known in list(self._servers.items()):
+            if known is server:
+                del self._servers[key]
+                self._succeeded.discard(key)
+        if server in self._retired:
+            self._retired.remove(server)
+
+
+def _reap_if_ours(pid: int | None) -> None:
+    with contextlib.suppress(ChildProcessError):
+        if pid is not None and kernel.peek_exit(pid) is not None:
+            kernel.reap(pid)
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            os.close(fd)

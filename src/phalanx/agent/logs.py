@@ -1,0 +1,166 @@
+"""Pumps what workers print from their pipes to the console and to files.
+
+A worker's standard output is line-buffered, so each print is a write. Waking up for each
+would cost more than the print itself; so after a read the pump leaves a pipe alone for a few
+milliseconds, in which lines gather in the kernel. The first line after a quiet time goes out
+at once, and a quiet pipe costs nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from phalanx.agent.lines import LinePrefixer
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from phalanx.agent.consoles import Sink
+
+_CHUNK: Final = 256 * 1024
+_GATHER_S: Final = 0.004
+_BAR_QUIET_S: Final = 0.1
+_TAIL_BYTES: Final = 8 * 1024
+_HIGH_WATER: Final = 1 << 20
+_LOW_WATER: Final = 256 * 1024
+
+
+class StreamPump:
+    """One pipe of one worker."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        fd: int,
+        *,
+        prefix: bytes,
+        terminal: bool,
+        console: Sink | None,
+        file: FileSink | None,
+    ) -> None:
+        """Take over the reading end of a pipe and start to pump."""
+        os.set_blocking(fd, False)
+        self._loop = loop
+        self._fd = fd
+        self._console = console
+        self._file = file
+        self._lines = LinePrefixer(prefix, terminal=terminal)
+        self._tail = b""
+        self._timer: asyncio.TimerHandle | None = None
+        self._bar_timer: asyncio.TimerHandle | None = None
+        self._listening = False
+        self._closed = False
+        self._listen()
+
+    def drain(self) -> None:
+        """Read, now, all that is in the pipe: its writer has ended."""
+        while not self._closed and self._read():
+            pass
+
+    def tail(self) -> bytes:
+        """Return the last bytes that came."""
+        return self._tail
+
+    def close(self) -> None:
+        """Write out a line that was not ended, and let go of the pipe."""
+        if self._closed:
+            return
+        self._closed = True
+        self._stop_listening()
+        for timer in (self._timer, self._bar_timer):
+            if timer is not None:
+                timer.cancel()
+        os.close(self._fd)
+        if self._console is not None:
+            self._console.write(self._lines.finish())
+        if self._file is not None:
+            self._file.close()
+
+    # ── the loop's side ──────────────────────────────────────────────────────────────────
+
+    def _listen(self) -> None:
+        if not self._listening and not self._closed:
+            self._listening = True
+            self._loop.add_reader(self._fd, self._on_readable)
+
+    def _stop_listening(self) -> None:
+        if self._listening:
+            self._listening = False
+            self._loop.remove_reader(self._fd)
+
+    def _on_readable(self) -> None:
+        if not self._read():
+            if self._at_end:
+                self._stop_listening()
+            return
+        self._stop_listening()
+        console = self._console
+        if console is not None and console.pending > _HIGH_WATER:
+            console.when_below(_LOW_WATER, self._listen)
+        else:
+            self._timer = self._loop.call_later(_GATHER_S, self._listen)
+
+    _at_end = False
+
+    def _read(self) -> bool:
+        """Read once; False when there was nothing, or nothing more will come."""
+        try:
+            data = os.read(self._fd, _CHUNK)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._at_end = True
+            return False
+        if self._file is not None:
+            self._file.write(data)
+        if self._console is not None:
+            self._console.write(self._lines.feed(data))
+            self._watch_bar()
+        self._tail = data[-_TAIL_BYTES:] if len(data) >= _TAIL_BYTES else (
+            (self._tail + data)[-_TAIL_BYTES:]
+        )
+        return True
+
+    def _watch_bar(self) -> None:
+        """A progress bar's last state is not followed by anything: show it after a moment."""
+        if self._bar_timer is not None:
+            self._bar_timer.cancel()
+            self._bar_timer = None
+        if self._lines.has_bar:
+            self._bar_timer = self._loop.call_later(_BAR_QUIET_S, self._show_bar)
+
+    def _show_bar(self) -> None:
+        self._bar_timer = None
+        if self._console is not None:
+            self._console.write(self._lines.take_bar())
+
+
+class FileSink:
+    """Appends raw bytes to a file. A disk that is full is said once; the run goes on."""
+
+    def __init__(self, fd: int, path: str, on_broken: Callable[[str], None]) -> None:
+        """Take over a descriptor that appends."""
+        self._fd: int | None = fd
+        self._path = path
+        self._on_broken = on_broken
+
+    def write(self, data: bytes) -> None:
+        """Append; drops everything after a failure."""
+        view = memoryview(data)
+        while self._fd is not None and view:
+            try:
+                view = view[os.write(self._fd, view) :]
+            except OSError as error:
+                self.close()
+                self._on_broken(
+                    f"the log {self._path} can't be written ({error.strerror}); the run goes on "
+                    "without it"
+                )
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None

@@ -1,0 +1,191 @@
+"""Where the output of a run's ranks goes: which streams, which prefixes, which files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from phalanx import kernel
+from phalanx.agent.consoles import Consoles, DescriptorSink, RelaySink
+from phalanx.agent.logs import FileSink, StreamPump
+from phalanx.messages import ConsoleText
+from phalanx.paths import RunPaths, log_file
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from phalanx.messages import AgentMessage, ConsoleSpec
+    from phalanx.spec import LaunchSpec
+
+Stream = Literal["out", "err"]
+_TAIL_BYTES = 8 * 1024
+_COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
+
+
+class RunOutput:
+    """Gives each worker its standard output and error, and pumps what needs pumping.
+
+    A rank that prints to the console gets pipes; one that prints to a file only gets the file
+    itself, with nothing in between.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        spec: LaunchSpec,
+        console: ConsoleSpec,
+        console_fds: list[int],
+        consoles: Consoles,
+        tell: Callable[[AgentMessage], None],
+        on_broken: Callable[[str], None],
+    ) -> None:
+        """Take over the console's descriptors."""
+        self._loop = loop
+        self._spec = spec
+        self._console = console
+        self._consoles = consoles
+        self._on_broken = on_broken
+        fds = iter(console_fds)
+        self._sinks: dict[Stream, DescriptorSink | RelaySink] = {}
+        for stream, kind in (("out", console.out), ("err", console.err)):
+            if kind == "descriptor":
+                self._sinks[stream] = consoles.borrow(next(fds), on_broken)
+            else:
+                self._sinks[stream] = RelaySink(_relay(spec.run_id, stream, tell))
+        self._pumps: dict[int, tuple[StreamPump, StreamPump]] = {}
+        self._files: dict[int, tuple[str, str]] = {}
+
+    def begin(self, rank: int, generation: int) -> tuple[int, int]:
+        """Return what a worker is to use as standard output and error; the caller owns them."""
+        self.end(rank)
+        to_console = rank in self._spec.console_ranks
+        log_dir = self._spec.log_dir
+        if log_dir is None and not to_console:
+            log_dir = str(RunPaths(root=Path(self._spec.run_dir)).logs)
+        files: dict[Stream, str] = {}
+        if log_dir is not None:
+            for stream in _streams():
+                path = log_file(Path(log_dir), generation, rank, stream)
+                files[stream] = str(path)
+        if not to_console:
+            self._files[rank] = (files["out"], files["err"])
+            return self._open(files["out"]), self._open(files["err"])
+        ends: list[int] = []
+        pumps: list[StreamPump] = []
+        for stream in _streams():
+            reader, writer = os.pipe()
+            kernel.widen_pipe(reader)
+            path = files.get(stream)
+            file = None if path is None else FileSink(self._open(path), path, self._on_broken)
+            pumps.append(
+                StreamPump(
+                    self._loop,
+                    reader,
+                    prefix=self._prefix(rank, stream),
+                    terminal=self._is_terminal(stream),
+                    console=self._sinks[stream],
+                    file=file,
+                )
+            )
+            ends.append(writer)
+        self._pumps[rank] = (pumps[0], pumps[1])
+        return ends[0], ends[1]
+
+    def drain(self, rank: int) -> None:
+        """Read all that a worker had printed: it has ended."""
+        for pump in self._pumps.get(rank, ()):
+            pump.drain()
+
+    def tail(self, rank: int) -> str:
+        """Return the last lines of a rank, standard output first."""
+        if rank in self._pumps:
+            tails = [pump.tail() for pump in self._pumps[rank]]
+        else:
+            tails = [_end_of(path) for path in self._files.get(rank, ())]
+        text = b"".join(tail if tail.endswith(b"\n") or not tail else tail + b"\n" for tail in tails)
+        return text.decode("utf-8", "backslashreplace")
+
+    def end(self, rank: int) -> None:
+        """A worker has ended and been drained."""
+        self._files.pop(rank, None)
+        for pump in self._pumps.pop(rank, ()):
+            pump.close()
+
+    def write_plain(self, text: str) -> None:
+        """Write to the console without a prefix."""
+        self._sinks["out"].write(text.encode("utf-8", "replace"))
+
+    def taken(self, stream: Stream, num_bytes: int) -> None:
+        """The launcher has written that much of what was relayed."""
+        sink = self._sinks[stream]
+        if isinstance(sink, RelaySink):
+            sink.taken(num_bytes)
+
+    def when_flushed(self, then: Callable[[], None]) -> None:
+        """Call back once everything has gone out."""
+        out, err = self._sinks["out"], self._sinks["err"]
+        out.when_below(0, lambda: err.when_below(0, then))
+
+    def give_up(self) -> None:
+        """Don't wait for a console that does not read: the run is being killed."""
+        for sink in self._sinks.values():
+            if isinstance(sink, RelaySink) or sink.pending:
+                sink.give_up()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        for rank in list(self._pumps):
+            self.end(rank)
+        for sink in self._sinks.values():
+            if isinstance(sink, DescriptorSink):
+                self._consoles.give_back(sink)
+
+    # ── inside ───────────────────────────────────────────────────────────────────────────
+
+    def _open(self, path: str) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
+            return os.open(path, flags, 0o644)
+        except OSError as error:
+            self._on_broken(
+                f"the log {path} can't be opened ({error.strerror}); the run goes on without it"
+            )
+            return os.open(os.devnull, flags)
+
+    def _prefix(self, rank: int, stream: Stream) -> bytes:
+        if self._spec.world_size == 1:
+            return b""
+        text = f"[rank {rank}] "
+        if self._console.colour and self._is_terminal(stream):
+            return f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{text}\x1b[0m".encode()
+        return text.encode()
+
+    def _is_terminal(self, stream: Stream) -> bool:
+        console = self._console
+        return console.out_is_terminal if stream == "out" else console.err_is_terminal
+
+
+def _streams() -> tuple[Stream, Stream]:
+    return "out", "err"
+
+
+def _relay(
+    run_id: str, stream: Stream, tell: Callable[[AgentMessage], None]
+) -> Callable[[bytes], None]:
+    def send(data: bytes) -> None:
+        tell(ConsoleText(run_id=run_id, stream=stream, data=data))
+
+    return send
+
+
+def _end_of(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123 - a string is at hand
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, size - _TAIL_BYTES))
+            return file.read(_TAIL_BYTES)
+    except OSError:
+        return b""

@@ -1,0 +1,379 @@
+"""One run: feeds what happens to the lifecycle, and carries out what it orders.
+
+This is the only place where a run's state is kept, and `feed` the only place where it
+changes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from phalanx import commands as do
+from phalanx import events as ev
+from phalanx import kernel, lifecycle
+from phalanx.agent.generation import Generation
+from phalanx.agent.output import RunOutput
+from phalanx.agent.recorder import Recorder
+from phalanx.agent.worker import WorkerProcess, read_error_file
+from phalanx.failures import Exited, Failure, by_cause
+from phalanx.messages import (
+    DebuggerInput,
+    DebuggerText,
+    Entered,
+    Happened,
+    InputWanted,
+    Raised,
+    Reported,
+    Result,
+    Returned,
+    RunFinished,
+)
+from phalanx.page import ControlPage, prepare
+from phalanx.paths import RunPaths
+from phalanx.spec import error_file
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from phalanx.agent.connection import Connection
+    from phalanx.agent.consoles import Consoles
+    from phalanx.agent.forkservers import ForkServers, NotMade
+    from phalanx.failures import Exit
+    from phalanx.messages import AgentMessage, Launch, LauncherMessage, WorkerMessage
+
+_MAX_BACKLOG = 16 * 1024 * 1024
+"""Bytes that may wait for a launcher that does not read; beyond, reports are dropped."""
+
+
+class Run:
+    """A run from its launch to its last word."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        servers: ForkServers,
+        consoles: Consoles,
+        launcher: Connection[LauncherMessage],
+        launch: Launch,
+        fds: list[int],
+        on_finished: Callable[[Run], None],
+    ) -> None:
+        """Take over a launch and its descriptors; `begin` starts it."""
+        self.spec = launch.spec
+        self.launch = launch
+        self.servers = servers
+        self._loop = loop
+        self._launcher = launcher
+        self._on_finished = on_finished
+        self.payload, self.listener, *console_fds = fds
+        self.page_fd = kernel.open_anonymous_file("phalanx-page")
+        prepare(self.page_fd, self.spec.world_size)
+        self.page = ControlPage(self.page_fd, self.spec.world_size)
+        self._paths = RunPaths(root=_path(self.spec.run_dir))
+        self._recorder = Recorder(self._paths.events, self._warn_later)
+        self.output = RunOutput(
+            loop, self.spec, launch.console, console_fds, consoles, self.tell, self._warn_later
+        )
+        self._started_s = loop.time()
+        self._inbox: deque[ev.Event] = deque()
+        self._feeding = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._generation: Generation | None = None
+        self._dropped_reports = 0
+        self._state: lifecycle.GroupState | None = None
+
+    # ── in ───────────────────────────────────────────────────────────────────────────────
+
+    def begin(self) -> None:
+        """Start the first generation."""
+        self._announce(
+            ev.RunStarted(
+                run_id=self.spec.run_id,
+                world_size=self.spec.world_size,
+                function=self.spec.function,
+            )
+        )
+        self._state, orders = lifecycle.begin(self.spec.policy, self._loop.time())
+        self._carry_out(orders)
+        self._set_timer()
+
+    def feed(self, event: ev.Event) -> None:
+        """Take in a fact: record it, let the lifecycle decide, carry out its orders.
+
+        Facts that come while orders are being carried out wait their turn.
+        """
+        self._inbox.append(msgspec.structs.replace(event, at=time.time()))
+        if self._feeding or self._state is None:
+            return
+        self._feeding = True
+        try:
+            while self._inbox:
+                self._digest(self._inbox.popleft())
+        except Exception:  # noqa: BLE001 - a bug of ours must not leave workers behind
+            self._break_down(traceback.format_exc())
+        finally:
+            self._feeding = False
+        self._set_timer()
+
+    def _digest(self, event: ev.Event) -> None:
+        assert self._state is not None  # noqa: S101 - see feed
+        self._publish(event)
+        if self._state.ended:
+            return
+        self._state, orders = lifecycle.step(self._state, event, self._loop.time())
+        self._carry_out(orders)
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due_s = None if self._state is None else lifecycle.next_deadline(self._state)
+        if due_s is not None:
+            self._timer = self._loop.call_at(due_s, self.feed, ev.TimePassed())
+
+    # ── out ──────────────────────────────────────────────────────────────────────────────
+
+    def tell(self, message: AgentMessage) -> None:
+        """Send something to the launcher."""
+        self._launcher.send(message)
+
+    def _publish(self, event: ev.Event) -> None:
+        self._recorder.record(event)
+        if not isinstance(event, ev.TimePassed):
+            self.tell(Happened(run_id=self.spec.run_id, event=event))
+
+    def _announce(self, event: ev.Event) -> None:
+        self._publish(msgspec.structs.replace(event, at=time.time()))
+
+    def feed_warning(self, message: str) -> None:
+        """Say something that a person should know."""
+        self._announce(ev.Warned(message=message))
+
+    def _warn_later(self, message: str) -> None:
+        """From deep inside the output or the log: not in the middle of something else."""
+        self._loop.call_soon(self.feed_warning, message)
+
+    # ── orders ───────────────────────────────────────────────────────────────────────────
+
+    def _carry_out(self, orders: tuple[do.Command, ...]) -> None:
+        for order in orders:
+            self._carry_out_one(order)
+
+    def _carry_out_one(self, order: do.Command) -> None:  # noqa: PLR0912 - one arm per order
+        match order:
+            case do.Announce(event=event):
+                self._announce(event)
+                if isinstance(event, ev.RunEnded):
+                    self.output.when_flushed(self._finish)
+            case do.OpenGeneration(generation=number):
+                self._open_generation(number)
+            case do.AnnounceStop():
+                self.page.ask_to_stop()
+            case do.AnnounceAbort(rank=rank):
+                self.page.abort(rank)
+            case do.CloseGeneration():
+                self._group.close(lambda: self.feed(self._closed()))
+            case do.StartWorker(rank=rank):
+                assert self._state is not None  # noqa: S101 - orders come from it
+                self._group.start_worker(rank, self._state.restart_count)
+            case do.CancelStart(rank=rank):
+                if self._group.workers[rank].cancel():
+                    self.feed(ev.StartCancelled(rank=rank))
+            case do.StopWorker(rank=rank, polite=polite):
+                self._stop_worker(self._group.workers[rank], polite=polite)
+            case do.KillWorker(rank=rank):
+                self._group.workers[rank].signal(signal.SIGKILL)
+            case do.AbandonWorker(rank=rank):
+                self._group.workers[rank].abandon()
+                self.output.end(rank)
+
+    @property
+    def _group(self) -> Generation:
+        assert self._generation is not None  # noqa: S101 - opened by the first order
+        return self._generation
+
+    def _open_generation(self, number: int) -> None:
+        self.page.clear()
+        self._generation = Generation(self, number, self._loop)
+        self._generation.open()
+
+    def _closed(self) -> ev.GenerationClosed:
+        return ev.GenerationClosed(generation=self._group.number)
+
+    def _stop_worker(self, worker: WorkerProcess, *, polite: bool) -> None:
+        if polite and self.page.polls_stop(worker.rank) and not worker.handles_sigterm():
+            return  # it has been told by the page, and SIGTERM would only cut it short
+        worker.signal(signal.SIGTERM)
+
+    # ── what the workers say ─────────────────────────────────────────────────────────────
+
+    def on_worker_made(self, worker: WorkerProcess) -> None:
+        """See `WorkerOwner`."""
+        assert worker.pid is not None  # noqa: S101 - it has just been made
+        self.servers.note_worker(worker.pid, worker.spec.tag)
+        self.feed(ev.WorkerStarted(rank=worker.rank, pid=worker.pid))
+
+    def on_worker_not_made(self, worker: WorkerProcess, failure: NotMade) -> None:
+        """See `WorkerOwner`."""
+        self.output.end(worker.rank)
+        record = Failure(
+            rank=worker.rank,
+            node_rank=worker.spec.node_rank,
+            generation=worker.spec.generation,
+            cause="startup",
+            message=failure.message,
+            traceback=failure.traceback,
+            at=time.time(),
+            retry=False,
+        )
+        self.feed(ev.StartFailed(rank=worker.rank, failure=record))
+
+    def on_worker_message(
+        self, worker: WorkerProcess, message: WorkerMessage, fds: list[int]
+    ) -> None:
+        """See `WorkerOwner`."""
+        rank, run_id = worker.rank, self.spec.run_id
+        match message:
+            case Entered():
+                self.feed(ev.WorkerEntered(rank=rank))
+            case Returned(data=data):
+                self._launcher.send(Result(run_id=run_id, rank=rank, data=data), fds)
+                self.feed(ev.WorkerReturned(rank=rank))
+            case Raised(failure=failure):
+                worker.has_failed = True
+                self.feed(ev.WorkerRaised(rank=rank, failure=failure))
+            case Reported(metrics=metrics):
+                self._report(ev.WorkerReported(rank=rank, metrics=metrics))
+            case DebuggerText(text=text):
+                self.output.write_plain(text)
+            case DebuggerInput(prompt=prompt):
+                self.tell(InputWanted(run_id=run_id, rank=rank, prompt=prompt))
+
+    def on_worker_exited(self, worker: WorkerProcess, exit_: Exit) -> None:
+        """See `WorkerOwner`."""
+        self.output.drain(worker.rank)
+        if exit_ != Exited(0) and not worker.has_failed:
+            self._read_error_file(worker)
+        self.feed(
+            ev.WorkerExited(
+                rank=worker.rank,
+                exit=exit_,
+                log_tail=self.output.tail(worker.rank) if exit_ != Exited(0) else "",
+                native_stack=worker.native_stack(),
+            )
+        )
+        self.output.end(worker.rank)
+
+    def _read_error_file(self, worker: WorkerProcess) -> None:
+        """Code under torchelastic's ``@record`` has said there what went wrong."""
+        found = read_error_file(error_file(self.spec, worker.spec))
+        if found is None:
+            return
+        message, callstack = found
+        failure = Failure(
+            rank=worker.rank,
+            node_rank=worker.spec.node_rank,
+            pid=worker.pid,
+            generation=worker.spec.generation,
+            cause="exception",
+            message=message,
+            traceback=callstack,
+            at=time.time(),
+        )
+        self.feed(ev.WorkerRaised(rank=worker.rank, failure=failure))
+
+    def _report(self, event: ev.WorkerReported) -> None:
+        if self._launcher.pending > _MAX_BACKLOG:
+            self._dropped_reports += 1
+            return
+        self._announce(event)
+
+    def answer(self, rank: int, text: str) -> None:
+        """Pass a line on to the debugger of a rank."""
+        if self._generation is not None and rank in self._generation.workers:
+            self._generation.workers[rank].answer(text)
+
+    def belongs_to(self, launcher: Connection[LauncherMessage]) -> bool:
+        """Whether this connection asked for the run."""
+        return self._launcher is launcher
+
+    def kill(self, reason: str) -> None:
+        """End it now, without waiting for a console that does not read."""
+        self.output.give_up()
+        self.feed(ev.KillRequested(reason=reason))
+
+    # ── its end ──────────────────────────────────────────────────────────────────────────
+
+    def _finish(self) -> None:
+        assert self._state is not None  # noqa: S101 - only a run that began can end
+        if self._dropped_reports:
+            count = f"{self._dropped_reports:,} reports were dropped: the launcher did not keep up"
+            self._announce(ev.Warned(message=count))
+        phase = self._state.phase
+        self.tell(
+            RunFinished(
+                run_id=self.spec.run_id,
+                state=phase if phase in ("succeeded", "stopped") else "failed",
+                restart_count=self._state.restart_count,
+                duration_s=self._loop.time() - self._started_s,
+                failures=by_cause(self._state.failures) if phase == "failed" else (),
+            )
+        )
+        self._release()
+
+    def kill_now(self) -> None:
+        """The launcher is gone: end the workers without ceremony."""
+        self._recorder.record(ev.KillRequested(at=time.time(), reason="the launcher ended"))
+        if self._generation is not None:
+            self._generation.kill_now()
+
+    def _break_down(self, why: str) -> None:
+        """A bug in Phalanx itself: end the run, and say so."""
+        self.kill_now()
+        failure = Failure(
+            rank=-1,
+            cause="exit",
+            message="Phalanx itself failed; please report this with the run's events.jsonl",
+            traceback=why,
+            retry=False,
+        )
+        self.tell(
+            RunFinished(
+                run_id=self.spec.run_id,
+                state="failed",
+                restart_count=self._state.restart_count if self._state else 0,
+                duration_s=self._loop.time() - self._started_s,
+                failures=(failure,),
+            )
+        )
+        self._inbox.clear()
+        self._state = None
+        self._release()
+
+    def _release(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._generation is not None:
+            self._generation.release()
+        self._recorder.close()
+        self.output.close()
+        self.page.close()
+        for fd in (self.payload, self.listener, self.page_fd):
+            os.close(fd)
+        self._on_finished(self)
+
+
+def _path(text: str) -> Path:
+    from pathlib import Path  # noqa: PLC0415 - not needed for types alone
+
+    return Path(text)

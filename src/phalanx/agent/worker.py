@@ -1,0 +1,208 @@
+"""One worker's process, as the agent holds it: its socket, its streams, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from phalanx import kernel
+from phalanx.agent.connection import Connection
+from phalanx.messages import InputLine, MakeWorker, WorkerMessage
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from phalanx.agent.forkservers import ForkServer, NotMade
+    from phalanx.errors import FrameError
+    from phalanx.failures import Exit
+    from phalanx.spec import ProcessImage, WorkerSpec
+
+_MAX_NATIVE_STACK = 64 * 1024
+_MAX_ERROR_FILE = 4 * 1024 * 1024
+
+
+class WorkerOwner(Protocol):
+    """Hears what a worker does."""
+
+    def on_worker_made(self, worker: WorkerProcess) -> None:
+        """The process exists."""
+
+    def on_worker_not_made(self, worker: WorkerProcess, failure: NotMade) -> None:
+        """There is no process, and there will be none."""
+
+    def on_worker_message(
+        self, worker: WorkerProcess, message: WorkerMessage, fds: list[int]
+    ) -> None:
+        """The worker said something; the descriptors are the owner's."""
+
+    def on_worker_exited(self, worker: WorkerProcess, exit_: Exit) -> None:
+        """The process ended, and everything that it had said was heard before."""
+
+
+class WorkerProcess:
+    """Asks a fork server for a worker and follows it to its end."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        server: ForkServer,
+        spec: WorkerSpec,
+        owner: WorkerOwner,
+        ticket: int,
+    ) -> None:
+        """Keep what is needed; `start` makes the process."""
+        self._loop = loop
+        self._server = server
+        self._owner = owner
+        self._ticket = ticket
+        self._pidfd: int | None = None
+        self._native_fd: int | None = None
+        self._connection: Connection[WorkerMessage] | None = None
+        self._abandoned = False
+        self.spec = spec
+        self.rank = spec.rank
+        self.pid: int | None = None
+        self.has_failed = False
+
+    def start(
+        self,
+        image: ProcessImage,
+        environment: dict[str, str],
+        *,
+        fresh_interpreter: bool,
+        out: int,
+        err: int,
+        page: int,
+        payload: int,
+    ) -> None:
+        """Order the process; `out` and `err` are owned from here on, the others borrowed."""
+        ours, theirs = socket.socketpair()
+        self._connection = Connection(
+            self._loop,
+            ours,
+            WorkerMessage,
+            on_message=self._on_message,
+            on_close=self._on_connection_closed,
+        )
+        self._native_fd = kernel.open_anonymous_file("phalanx-native-stack")
+        order = MakeWorker(
+            ticket=self._ticket,
+            worker=self.spec,
+            image=image,
+            environment=environment,
+            fresh_interpreter=fresh_interpreter,
+        )
+        files = [os.dup(page), os.dup(payload), os.dup(self._native_fd)]
+        self._server.make(order, [theirs.detach(), out, err, *files], self)
+
+    def cancel(self) -> bool:
+        """Take the order back; False when the process may exist already."""
+        if not self._server.cancel(self._ticket):
+            return False
+        self._release()
+        return True
+
+    def signal(self, signum: int) -> None:
+        """Send a signal to this process and to no other, ever."""
+        if self._pidfd is not None:
+            kernel.signal_pidfd(self._pidfd, signum)
+        elif self.pid is not None:
+            self._server.signal(self._ticket, signum)
+
+    def handles_sigterm(self) -> bool:
+        """Whether the user's code catches SIGTERM."""
+        return self.pid is not None and kernel.catches_signal(self.pid, signal.SIGTERM)
+
+    def answer(self, text: str) -> None:
+        """Give the debugger the line that it asked for."""
+        if self._connection is not None:
+            self._connection.send(InputLine(run_id=self.spec.run_id, rank=self.rank, text=text))
+
+    def abandon(self) -> None:
+        """Stop following it."""
+        self._abandoned = True
+        self._release()
+
+    def native_stack(self) -> str | None:
+        """Return what faulthandler wrote, if a fatal signal made it write."""
+        if self._native_fd is None:
+            return None
+        text = os.pread(self._native_fd, _MAX_NATIVE_STACK, 0)
+        return text.decode("utf-8", "backslashreplace") or None
+
+    # ── the fork server says ─────────────────────────────────────────────────────────────
+
+    def on_made(self, pid: int, pidfd: int | None) -> None:
+        """See `ProcessOwner`."""
+        self.pid, self._pidfd = pid, pidfd
+        if self._abandoned:
+            self.signal(signal.SIGKILL)
+            return
+        self._owner.on_worker_made(self)
+
+    def on_not_made(self, failure: NotMade) -> None:
+        """See `ProcessOwner`."""
+        self._release()
+        if not self._abandoned:
+            self._owner.on_worker_not_made(self, failure)
+
+    def on_exited(self, exit_: Exit) -> None:
+        """See `ProcessOwner`."""
+        if self._abandoned:
+            self._release()
+            return
+        if self._connection is not None:
+            self._connection.drain()
+        self._owner.on_worker_exited(self, exit_)
+        self._release()
+
+    # ── the worker says ──────────────────────────────────────────────────────────────────
+
+    def _on_message(self, message: WorkerMessage, fds: list[int]) -> None:
+        self._owner.on_worker_message(self, message, fds)
+
+    def _on_connection_closed(self, error: FrameError | None) -> None:
+        """Its end is told by the fork server; only nonsense on the line needs an answer."""
+        if error is not None:
+            self.signal(signal.SIGKILL)
+
+    def _release(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        for fd in (self._pidfd, self._native_fd):
+            if fd is not None:
+                os.close(fd)
+        self._pidfd = self._native_fd = None
+
+
+def read_error_file(path: str) -> tuple[str, str | None] | None:
+    """Return message and traceback from torchelastic's error file, if there is a sound one.
+
+    Source:
+        The format is that of torch.distributed.elastic.multiprocessing.errors (torch 2.13):
+        ``{"message": {"message": …, "extraInfo": {"py_callstack": …}}}`` or
+        ``{"message": "…"}``. A torn file is no file.
+    """
+    try:
+        with contextlib.closing(open(path, "rb")) as file:  # noqa: PTH123, SIM115 - bounded read
+            content = msgspec.json.decode(file.read(_MAX_ERROR_FILE))
+        message = content["message"]
+        if isinstance(message, dict):
+            return str(message["message"]), message.get("extraInfo", {}).get("py_callstack")
+        return str(message), None
+    except (OSError, msgspec.MsgspecError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def forget_error_file(path: str) -> None:
+    """Make the file's folder, and remove a file that an earlier process left."""
+    with contextlib.suppress(OSError):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).unlink(missing_ok=True)

@@ -1,0 +1,102 @@
+"""How a worker ended, and the record of a failure: values only, no IO.
+
+A failure is a record, not a number. Several ranks usually fail together when one does:
+its peers lose their connections, and those that still run are stopped. `by_cause` puts
+the failure that began it first.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+
+class Exited(msgspec.Struct, frozen=True, tag="exited", tag_field="kind"):
+    """The process ended by itself, with this exit code (0–255)."""
+
+    code: int
+
+    def __str__(self) -> str:
+        """As a person says it."""
+        return f"exit code {self.code}"
+
+
+class Signaled(msgspec.Struct, frozen=True, tag="signaled", tag_field="kind"):
+    """The process was ended by this signal."""
+
+    signum: int
+    name: str = ""
+
+    def __str__(self) -> str:
+        """As a person says it."""
+        return self.name or f"signal {self.signum}"
+
+
+Exit: TypeAlias = Exited | Signaled
+"""How a process ended: never a bare integer."""
+
+Cause: TypeAlias = Literal["exception", "exit", "signal", "startup"]
+"""What kind of thing a failure was.
+
+``exception``: the user's function raised. ``exit``: the process left with a non-zero code
+and no exception was seen. ``signal``: a signal ended it. ``startup``: it never reached the
+user's code.
+"""
+
+Kind: TypeAlias = Literal["primary", "effect", "stopped"]
+"""``primary``: began by itself. ``effect``: lost a connection because a peer had died.
+``stopped``: ended because Phalanx stopped it."""
+
+_KIND_ORDER: dict[Kind, int] = {"primary": 0, "effect": 1, "stopped": 2}
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's failure.
+
+    Attributes:
+        rank: Global rank; -1 when it belongs to no single rank (a preload that fails).
+        node_rank: Node that the rank ran on.
+        pid: Process id, or None when there was no process yet.
+        generation: Generation (0 is the first) in which it happened.
+        cause: See `Cause`.
+        kind: See `Kind`.
+        exit: How the process ended, once that is known.
+        type_name: Qualified name of the exception's class, where there was one.
+        message: The exception's text, or a sentence on what happened.
+        traceback: The traceback as Python prints it, from the worker.
+        native_stack: What faulthandler wrote when a fatal signal came.
+        log_tail: The last lines that the rank printed.
+        at: Seconds since the epoch.
+        retry: False where starting again can't help (it never reached user code, or
+            its return value can't travel).
+        exception: The pickled exception, when it survives the journey.
+    """
+
+    rank: int
+    cause: Cause
+    message: str
+    node_rank: int = 0
+    pid: int | None = None
+    generation: int = 0
+    kind: Kind = "primary"
+    exit: Exit | None = None
+    type_name: str | None = None
+    traceback: str | None = None
+    native_stack: str | None = None
+    log_tail: str = ""
+    at: float = 0.0
+    retry: bool = True
+    exception: bytes | None = None
+
+    def headline(self) -> str:
+        """One line that says what happened, without saying where."""
+        if self.type_name is not None:
+            first_line = self.message.partition("\n")[0]
+            return f"{self.type_name}: {first_line}" if first_line else self.type_name
+        return self.message
+
+
+def by_cause(failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
+    """Order failures: primary ones, effects, those that we stopped; each as they were seen."""
+    return tuple(sorted(failures, key=lambda failure: _KIND_ORDER[failure.kind]))

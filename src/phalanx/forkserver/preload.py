@@ -1,0 +1,84 @@
+"""Imports what workers will need, and checks that forking afterwards is sound.
+
+A child made by fork has only the thread that forked; a lock that another thread held stays
+locked for ever, and a CUDA context does not survive. So after each preloaded module the
+server looks at itself, and can name the module that broke the rule.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from phalanx.messages import PreloadFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+OWN_MODULES: Final = ("phalanx.worker.bootstrap", "phalanx.worker.context", "cloudpickle")
+"""What every worker imports first."""
+
+WITH_TORCH: Final = (
+    "torch.distributed",
+    "torch.distributed.distributed_c10d",
+    "torch.distributed.rendezvous",
+    "torch.nn.parallel.distributed",
+    "torch.utils.data",
+    "phalanx.worker.group",
+)
+"""What a worker that uses torch.distributed imports next; cheap after torch itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preloaded:
+    """What came of the preload: at most one of the two is set."""
+
+    failed: PreloadFailed | None = None
+    unfit: str | None = None
+
+
+def preload(modules: Sequence[str]) -> Preloaded:
+    """Import the modules in order, and ours; blocks for as long as they take."""
+    for module in OWN_MODULES:
+        importlib.import_module(module)
+    unfit: str | None = None
+    for module in modules:
+        extras = WITH_TORCH if module == "torch" else ()
+        for name in (module, *extras):
+            try:
+                importlib.import_module(name)
+            except BaseException as error:  # noqa: BLE001 - user code: anything may come
+                return Preloaded(failed=_failure(name, error))
+        unfit = unfit or _why_unfit(module)
+    # Objects that exist now are left out of collections, so that a child's first one does
+    # not touch, and thereby copy, every page that it shares with the server.
+    gc.collect()
+    gc.freeze()
+    return Preloaded(unfit=unfit)
+
+
+def _failure(module: str, error: BaseException) -> PreloadFailed:
+    return PreloadFailed(
+        module=module,
+        type_name=type(error).__qualname__,
+        message=str(error),
+        traceback="".join(traceback.format_exception(error)),
+    )
+
+
+def _why_unfit(module: str) -> str | None:
+    """Say how importing `module` broke the rules of forking, if it did."""
+    with contextlib.suppress(OSError):
+        threads = len(os.listdir("/proc/self/task"))
+        if threads > 1:
+            return f"importing {module!r} started {threads - 1} thread(s)"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return f"importing {module!r} initialised CUDA"
+    return None

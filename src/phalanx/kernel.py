@@ -1,0 +1,227 @@
+"""Kernel facts: what Linux offers for owning processes, and what stands in for it elsewhere.
+
+**Who may be signalled.** A pid is a number that the kernel gives to somebody else as soon as
+its zombie is reaped. Signals therefore go through a pidfd, which means one process for ever,
+or come from the parent before it reaps. Where there are no pidfds (other systems, old
+kernels, or ``PHALANX_WITHOUT_PIDFD`` in a test) only the second way is left.
+
+**Who inherits orphans.** A process whose parent dies goes to the nearest living ancestor that
+declared itself a *subreaper*, else to pid 1. `setsid` does not change that. Agent and fork
+server are subreapers, so a worker's grandchildren come to the fork server, and if that is
+gone, to the agent: nobody escapes.
+
+**PR_SET_PDEATHSIG** sends a signal when the *thread* that forked ends, not the process: fork
+from the main thread. It is cleared by fork and kept by exec, and there is a race between
+fork and prctl: look at the parent's pid afterwards.
+
+**memfd** files have no name: whoever is killed, nothing is left in ``/dev/shm``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from phalanx.failures import Exit, Exited, Signaled
+
+_PR_SET_PDEATHSIG: Final = 1
+_PR_SET_CHILD_SUBREAPER: Final = 36
+_F_SETPIPE_SZ: Final = 1031
+
+HAS_PIDFD: Final = (
+    sys.platform == "linux"
+    and hasattr(os, "pidfd_open")
+    and not os.environ.get("PHALANX_WITHOUT_PIDFD")
+)
+"""Whether processes can be held by descriptor."""
+
+HAS_ABSTRACT_SOCKETS: Final = sys.platform == "linux"
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0):
+        errno = ctypes.get_errno()
+        raise OSError(errno, os.strerror(errno))
+
+
+def become_subreaper() -> None:
+    """Have orphaned descendants of this process come to it (Linux; elsewhere nothing)."""
+    if sys.platform == "linux":
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Be killed when the parent's forking thread ends; end now if that has happened already.
+
+    Args:
+        parent_pid: The parent as it was before the fork.
+    """
+    if sys.platform != "linux":
+        return
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def outlive_parent() -> None:
+    """Take `die_with_parent` back."""
+    if sys.platform == "linux":
+        _prctl(_PR_SET_PDEATHSIG, 0)
+
+
+def open_pidfd(pid: int) -> int | None:
+    """Return a descriptor for a process, or None where there are none.
+
+    The caller must know that `pid` still means the process it thinks of (its own child that
+    it has not reaped, or its parent).
+    """
+    if not HAS_PIDFD:
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+
+
+def signal_pidfd(pidfd: int, signum: int) -> bool:
+    """Send a signal through a pidfd; False when the process is gone."""
+    try:
+        signal.pidfd_send_signal(pidfd, signum)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def to_exit(code: int, status: int) -> Exit:
+    """Turn what waitid says (si_code, si_status) into an exit."""
+    if code == os.CLD_EXITED:
+        return Exited(status)
+    return Signaled(status, signal_name(status))
+
+
+def signal_name(signum: int) -> str:
+    """Return ``SIGKILL`` for 9, and so on."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
+
+
+def peek_exit(pid: int) -> Exit | None:
+    """Return how a child ended without reaping it, or None while it runs.
+
+    Raises:
+        ChildProcessError: It is no child of this process (any more).
+    """
+    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    found = os.waitid(os.P_PID, pid, options)
+    return None if found is None else to_exit(found.si_code, found.si_status)
+
+
+def reap(pid: int) -> None:
+    """Collect a child that has ended; from here on its pid means nothing."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)
+
+
+def open_anonymous_file(name: str) -> int:
+    """Return a read-write descriptor of a new file without a name."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile(prefix=f"{name}-") as file:
+        return os.dup(file.fileno())
+
+
+def widen_pipe(fd: int, num_bytes: int = 1 << 20) -> None:
+    """Give a pipe a larger buffer, as far as the kernel's limit for this user allows."""
+    size = num_bytes
+    while sys.platform == "linux" and size > 65_536:
+        try:
+            fcntl.fcntl(fd, _F_SETPIPE_SZ, size)
+        except OSError:
+            size //= 2
+        else:
+            return
+
+
+def close_all_fds(keep: set[int]) -> None:
+    """Close every descriptor of this process except those in `keep`."""
+    low = 0
+    for fd in (*sorted(keep), os.sysconf("SC_OPEN_MAX")):
+        if low < fd:  # an empty range would reach close_range(2) as one that never ends
+            os.closerange(low, fd)
+        low = fd + 1
+
+
+# ── what /proc says ──────────────────────────────────────────────────────────────────────
+
+
+def child_pids() -> list[int]:
+    """Return the pids of this process' children, zombies included (Linux; elsewhere none)."""
+    try:
+        text = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+        return [int(word) for word in text.split()]
+    except FileNotFoundError:
+        return _child_pids_by_scan()
+
+
+def _child_pids_by_scan() -> list[int]:
+    """For kernels without CONFIG_PROC_CHILDREN."""
+    found: list[int] = []
+    with contextlib.suppress(FileNotFoundError):
+        for entry in os.scandir("/proc"):
+            if entry.name.isdigit() and parent_and_session(int(entry.name))[0] == os.getpid():
+                found.append(int(entry.name))
+    return found
+
+
+def parent_and_session(pid: int) -> tuple[int, int]:
+    """Return a process' parent and session, or (0, 0) when it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return 0, 0
+    fields = stat[stat.rindex(b")") + 2 :].split()
+    return int(fields[1]), int(fields[3])
+
+
+def environment_value(pid: int, name: str) -> str | None:
+    """Return a variable of the environment that a process was started with."""
+    try:
+        environ = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return None
+    start = f"{name}=".encode()
+    for entry in environ.split(b"\0"):
+        if entry.startswith(start):
+            return entry[len(start) :].decode(errors="replace")
+    return None
+
+
+def catches_signal(pid: int, signum: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    for line in status.splitlines():
+        if line.startswith("SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
+    return False
+
+
+def visible_gpus(environment: dict[str, str]) -> tuple[str, ...]:
+    """Return the names of the GPUs that an environment lets a process see, without CUDA."""
+    named = environment.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return tuple(name.strip() for name in named.split(",") if name.strip())
+    devices = (path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*"))
+    return tuple(sorted((name for name in devices if name.isdigit()), key=int))

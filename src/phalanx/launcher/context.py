@@ -1,0 +1,392 @@
+"""The context as the launcher sees it: one run's mailbox, and what can be asked of it."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import queue
+import threading
+import time
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from phalanx import events as ev
+from phalanx.context import RunResult, SubprocessContext
+from phalanx.errors import AgentLostError, RunStoppedError, WorkerFailedError
+from phalanx.kernel import visible_gpus
+from phalanx.launcher.report import failure_page
+from phalanx.launcher.signals import stop_signals
+from phalanx.messages import (
+    ConsoleText,
+    Happened,
+    InputLine,
+    InputWanted,
+    KillRun,
+    RestartRun,
+    Result,
+    RunFinished,
+    StopRun,
+)
+from phalanx.spec import to_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import TracebackType
+    from typing import Self
+
+    from phalanx.launcher.console import Console
+    from phalanx.launcher.link import AgentLink
+    from phalanx.lifecycle import GroupPhase
+    from phalanx.messages import AgentMessage
+    from phalanx.spec import Duration, LaunchSpec
+
+R = TypeVar("R")
+_log = logging.getLogger("phalanx")
+_KILL_MARGIN_S = 10.0
+"""How much longer than its grace a shutdown may take before the run is killed."""
+
+
+class LauncherContext(SubprocessContext[R]):
+    """One run. Its methods may be called from any thread, its mailbox from the link's."""
+
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        link: AgentLink,
+        console: Console,
+        on_event: Callable[[ev.Event], None] | None,
+        on_ended: Callable[[LauncherContext[Any]], None],
+    ) -> None:
+        """Keep what is needed; `start_processes` sends the launch."""
+        self.spec = spec
+        self._link = link
+        self._console = console
+        self._on_ended = on_ended
+        self._owner_pid = os.getpid()
+        self._changed = threading.Condition()
+        self._events: list[ev.Event] = []
+        self._state: GroupPhase = "starting"
+        self._pids: dict[int, int] = {}
+        self._restart_count = 0
+        self._results: dict[int, bytes | int] = {}
+        self._finished: RunFinished | None = None
+        self._agent_lost = False
+        self._questions: list[InputWanted] = []
+        self._callbacks: queue.SimpleQueue[ev.Event | None] | None = None
+        self._returns: tuple[Any, ...] | None = None
+        self.looked_at = False
+        if on_event is not None:
+            self._callbacks = queue.SimpleQueue()
+            threading.Thread(
+                target=self._call_back, args=(on_event,), name="phalanx-events", daemon=True
+            ).start()
+
+    def __repr__(self) -> str:
+        """Say what runs, and how it stands."""
+        spec = self.spec
+        return f"<{spec.world_size} workers of {spec.function}, run {spec.run_id}, {self.state}>"
+
+    # ── the surface ──────────────────────────────────────────────────────────────────────
+
+    @property
+    def run_id(self) -> str:
+        """Name of the run."""
+        return self.spec.run_id
+
+    def get_world_size(self) -> int:
+        """Return the number of workers."""
+        return self.spec.world_size
+
+    def get_backend(self) -> str:
+        """Return the name of the backend that the workers' group has."""
+        if self.spec.backend != "auto":
+            return self.spec.backend
+        return "nccl" if visible_gpus(dict(os.environ)) else "gloo"
+
+    @property
+    def restart_count(self) -> int:
+        """How often the group or a worker was started again so far."""
+        return self._restart_count
+
+    @property
+    def state(self) -> GroupPhase:
+        """Where the run stands."""
+        return self._state
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing of the run is alive any more."""
+        return self._finished is not None or self._agent_lost
+
+    def pids(self) -> dict[int, int]:
+        """Return the process ids of the living workers, by rank."""
+        with self._changed:
+            return dict(sorted(self._pids.items()))
+
+    def wait(self, timeout: Duration | None = None) -> RunResult[R]:
+        """Wait until the run has ended."""
+        deadline = None
+        if timeout is not None:
+            deadline = time.monotonic() + to_seconds("timeout", timeout)
+        self._wait_until_ended(deadline)
+        self.looked_at = True
+        stop_signals.restore_if_idle()
+        return self._result()
+
+    def shutdown(self, grace: Duration | None = None) -> None:
+        """Stop the run and wait until nothing of it is alive."""
+        if os.getpid() != self._owner_pid:
+            return
+        grace_s = self.spec.grace_s if grace is None else to_seconds("grace", grace)
+        self.looked_at = True
+        if not self.ended:
+            self._link.send(StopRun(run_id=self.run_id, grace_s=grace_s))
+            try:
+                self._wait_until_ended(time.monotonic() + grace_s + _KILL_MARGIN_S)
+            except TimeoutError:
+                self.request_kill("shutdown took too long")
+                self._wait_until_ended(None)
+        stop_signals.restore_if_idle()
+
+    def restart(self, grace: Duration | None = None) -> None:
+        """Replace the workers by a new generation."""
+        if self.ended:
+            raise RunStoppedError(
+                f"run {self.run_id} has {self._state} already; call start_processes again"
+            )
+        grace_s = None if grace is None else to_seconds("grace", grace)
+        self._link.send(RestartRun(run_id=self.run_id, grace_s=grace_s))
+
+    def events(self) -> Iterator[ev.Event]:
+        """Yield the run's events from the first on, until `RunEnded`."""
+        position = 0
+        while True:
+            with self._changed:
+                while position >= len(self._events) and not self.ended:
+                    self._changed.wait()
+                fresh = self._events[position:]
+            position += len(fresh)
+            yield from fresh
+            if not fresh:
+                return
+
+    def __enter__(self) -> Self:
+        """Enter a block that owns the run."""
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Wait for the run, or shut it down if the block ended by an exception."""
+        if exc_type is None:
+            if not (self.ended and self.looked_at):
+                self.wait()
+        else:
+            self.shutdown()
+
+    # ── for signal handlers: only enqueue ────────────────────────────────────────────────
+
+    def request_stop(self, reason: str) -> None:
+        """Stop, with the run's grace; does not wait."""
+        self._link.send(StopRun(run_id=self.run_id, reason=reason))
+
+    def request_kill(self, reason: str) -> None:
+        """End now; does not wait."""
+        self._link.send(KillRun(run_id=self.run_id, reason=reason))
+
+    # ── the mailbox: called by the link's thread ─────────────────────────────────────────
+
+    def on_message(self, message: AgentMessage, fds: list[int]) -> None:
+        """Take in what the agent says."""
+        match message:
+            case Happened(event=event):
+                self._take_event(event)
+            case Result(rank=rank, data=data):
+                self._results[rank] = fds[0] if data is None else data
+            case ConsoleText(stream=stream, data=data):
+                self._console.write(stream, data)
+            case InputWanted():
+                with self._changed:
+                    self._questions.append(message)
+                    self._changed.notify_all()
+            case RunFinished():
+                self._end(message)
+
+    def on_agent_lost(self) -> None:
+        """The agent is gone, and with it everything that it had started."""
+        if not self.ended:
+            self._end(None)
+
+    def _take_event(self, event: ev.Event) -> None:
+        _say(event, self.spec)
+        with self._changed:
+            self._events.append(event)
+            self._follow(event)
+            self._changed.notify_all()
+        if self._callbacks is not None:
+            self._callbacks.put(event)
+
+    def _follow(self, event: ev.Event) -> None:
+        match event:
+            case ev.GenerationStarted(generation=generation):
+                self._state = "starting"
+                self._drop_results()
+                self._restart_count = max(self._restart_count, generation)
+            case ev.GroupRan():
+                self._state = "running"
+            case ev.GroupFell(restarting=restarting):
+                self._state = "restarting" if restarting else "stopping"
+            case ev.StopRequested() | ev.KillRequested():
+                self._state = "stopping"
+            case ev.RestartRequested():
+                self._state = "restarting"
+            case ev.WorkerRestarted():
+                self._restart_count += 1
+            case ev.WorkerStarted(rank=rank, pid=pid):
+                self._pids[rank] = pid
+            case ev.WorkerExited(rank=rank):
+                self._pids.pop(rank, None)
+            case ev.RunEnded(state=state, restart_count=count):
+                self._state, self._restart_count = state, count
+            case _:
+                pass
+
+    def _drop_results(self) -> None:
+        """What an earlier generation returned counts for nothing."""
+        for value in self._results.values():
+            if isinstance(value, int):
+                os.close(value)
+        self._results.clear()
+
+    def _end(self, finished: RunFinished | None) -> None:
+        stop_signals.run_ended(self)  # before anybody wakes: see StopSignals
+        with self._changed:
+            self._finished = finished
+            self._agent_lost = finished is None
+            self._pids.clear()
+            if finished is None:
+                self._state = "failed"
+            self._changed.notify_all()
+        if self._callbacks is not None:
+            self._callbacks.put(None)
+        self._link.unsubscribe(self.run_id)
+        self._on_ended(self)
+
+    def _call_back(self, on_event: Callable[[ev.Event], None]) -> None:
+        assert self._callbacks is not None  # noqa: S101 - see __init__
+        while (event := self._callbacks.get()) is not None:
+            try:
+                on_event(event)
+            except Exception:
+                _log.exception("on_event(%s) raised; the run goes on", type(event).__name__)
+
+    # ── waiting ──────────────────────────────────────────────────────────────────────────
+
+    def _wait_until_ended(self, deadline: float | None) -> None:
+        if os.getpid() != self._owner_pid:
+            raise RunStoppedError("this is a fork of the launcher: only the launcher can wait")
+        while True:
+            with self._changed:
+                while not self.ended and not self._questions:
+                    left_s = None if deadline is None else deadline - time.monotonic()
+                    if left_s is not None and left_s <= 0:
+                        raise TimeoutError(self._still_running())
+                    self._changed.wait(left_s)
+                if self.ended:
+                    return
+                question = self._questions.pop(0)
+            self._link.send(
+                InputLine(
+                    run_id=self.run_id, rank=question.rank, text=_read_line(question.prompt)
+                )
+            )
+
+    def _still_running(self) -> str:
+        ranks = ", ".join(map(str, self.pids())) or "none yet"
+        return (
+            f"run {self.run_id} is still {self._state} (ranks with a process: {ranks}); it goes "
+            "on: wait() again, or shutdown()"
+        )
+
+    def _result(self) -> RunResult[R]:
+        finished = self._finished
+        if finished is None:
+            raise AgentLostError(
+                f"the agent of run {self.run_id} ended unexpectedly, and the workers with it; "
+                f"what happened until then is in {self.spec.run_dir}/events.jsonl"
+            )
+        if finished.state == "failed":
+            raise self._failure(finished)
+        whole = len(self._results) == self.spec.world_size
+        if finished.state == "stopped" and not whole:
+            missing = [r for r in range(self.spec.world_size) if r not in self._results]
+            raise RunStoppedError(
+                f"run {self.run_id} was stopped before rank(s) {', '.join(map(str, missing))} "
+                "returned"
+            )
+        if self._returns is None:
+            self._returns = tuple(self._load(rank) for rank in range(self.spec.world_size))
+        return RunResult(
+            run_id=self.run_id,
+            returns=cast("tuple[R, ...]", self._returns),
+            restart_count=finished.restart_count,
+            duration_s=finished.duration_s,
+        )
+
+    def _load(self, rank: int) -> object:
+        """Unpickle what a rank returned; a rank that left by `os._exit(0)` returned None."""
+        from phalanx import payload  # noqa: PLC0415 - loaded by the launch
+
+        value = self._results.pop(rank, None)
+        if value is None:
+            return None
+        if isinstance(value, bytes):
+            return payload.load_value(value)
+        with mmap.mmap(value, 0, access=mmap.ACCESS_READ) as data:
+            os.close(value)
+            return payload.load_value(data)
+
+    def _failure(self, finished: RunFinished) -> WorkerFailedError:
+        from phalanx import payload  # noqa: PLC0415 - loaded by the launch
+
+        exceptions: dict[int, BaseException] = {}
+        for failure in finished.failures:
+            if failure.exception is None:
+                continue
+            try:
+                exception = payload.load_value(failure.exception)
+            except Exception:  # noqa: BLE001 - a class may not exist here; the text is enough
+                continue
+            if isinstance(exception, BaseException):
+                exceptions[failure.rank] = exception
+        page = failure_page(self.spec, finished.failures, finished.restart_count)
+        return WorkerFailedError(page, finished.failures, exceptions)
+
+
+def _say(event: ev.Event, spec: LaunchSpec) -> None:
+    """What a person at the console wants to know while a run goes on."""
+    match event:
+        case ev.Warned(message=message):
+            _log.warning("%s", message)
+        case ev.GroupFell(failure=failure, restarting=True):
+            _log.warning(
+                "rank %d failed (%s); restarting all %d workers",
+                failure.rank, failure.headline(), spec.world_size,
+            )  # fmt: skip
+        case ev.WorkerRestarted(rank=rank, failure=failure):
+            _log.warning("rank %d failed (%s); restarting it", rank, failure.headline())
+        case ev.StopRequested(reason=reason, grace_s=grace_s) if reason.startswith("SIG"):
+            _log.warning("%s: stopping (at most %g s; Ctrl-C again to kill)", reason, grace_s)
+        case _:
+            pass
+
+
+def _read_line(prompt: str) -> str:
+    """Read a line for a debugger on a worker; empty at end of input."""
+    try:
+        return input(prompt) + "\n"
+    except (EOFError, OSError):
+        return ""

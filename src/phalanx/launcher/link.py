@@ -1,0 +1,196 @@
+"""The launcher's line to its agent: one agent per launcher process, started on first use.
+
+Two threads serve it. One sends, so that a signal handler (which may only enqueue) and the
+user's thread never block on a socket; one receives and hands out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import secrets
+import socket
+import tempfile
+import threading
+import time
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from phalanx import interpreter, kernel
+from phalanx.errors import FrameError
+from phalanx.messages import AgentMessage, Hello
+from phalanx.wire import Channel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from phalanx.messages import ForkServerKey, Message
+    from phalanx.spec import ProcessImage
+
+_BACKLOG = 16
+_GOODBYE_S = 2.0
+
+
+class Mailbox(Protocol):
+    """A run's end of the line."""
+
+    def on_message(self, message: AgentMessage, fds: list[int]) -> None:
+        """Something came for this run; the descriptors are its own. Must not block long."""
+
+    def on_agent_lost(self) -> None:
+        """Nothing more will come."""
+
+
+class AgentLink:
+    """A running agent, and the conversation with it."""
+
+    def __init__(self, key: ForkServerKey, image: ProcessImage) -> None:
+        """Start an agent, with a fork server already on its way."""
+        self._owner_pid = os.getpid()
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._lock = threading.Lock()
+        self._lost = False
+        self._outbox: queue.SimpleQueue[tuple[Message, list[int]] | None] = queue.SimpleQueue()
+        with _listen() as listener:
+            self.agent_pid = _spawn_agent(listener, key, image)
+            sock = socket.socket(socket.AF_UNIX)
+            sock.connect(listener.getsockname())
+            _remove_name(listener)
+        self._channel: Channel[AgentMessage] = Channel(sock, AgentMessage)
+        self.send(Hello())
+        for name, work in (("send", self._send_all), ("receive", self._receive_all)):
+            threading.Thread(target=work, name=f"phalanx-{name}", daemon=True).start()
+
+    @property
+    def usable(self) -> bool:
+        """Whether there is an agent, and it is this process' own (not that of its parent)."""
+        return not self._lost and os.getpid() == self._owner_pid
+
+    def send(self, message: Message, fds: Sequence[int] = ()) -> None:
+        """Send a message some time soon; its descriptors are owned from here on.
+
+        Only enqueues: safe in a signal handler.
+        """
+        self._outbox.put((message, list(fds)))
+
+    def subscribe(self, run_id: str, mailbox: Mailbox) -> None:
+        """Have what is for a run given to its mailbox."""
+        with self._lock:
+            lost = self._lost
+            self._mailboxes[run_id] = mailbox
+        if lost:
+            mailbox.on_agent_lost()
+
+    def unsubscribe(self, run_id: str) -> None:
+        """The run has ended."""
+        with self._lock:
+            self._mailboxes.pop(run_id, None)
+
+    def close(self) -> None:
+        """Hang up, and wait (bounded) until the agent and its fork servers are gone."""
+        if not self.usable:
+            return
+        with contextlib.suppress(OSError):
+            self._channel.sock.shutdown(socket.SHUT_RDWR)
+        until = time.monotonic() + _GOODBYE_S
+        while time.monotonic() < until:
+            try:
+                pid, _ = os.waitpid(self.agent_pid, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid:
+                return
+            time.sleep(0.002)
+
+    # ── threads ──────────────────────────────────────────────────────────────────────────
+
+    def _send_all(self) -> None:
+        while (item := self._outbox.get()) is not None:
+            message, fds = item
+            with contextlib.suppress(OSError):  # the receiving thread sees the end
+                self._channel.send(message, fds)
+            for fd in fds:
+                os.close(fd)
+
+    def _receive_all(self) -> None:
+        with contextlib.suppress(OSError, FrameError):
+            while (received := self._channel.receive()) is not None:
+                message, fds = received
+                with self._lock:
+                    mailbox = self._mailboxes.get(message.run_id)
+                if mailbox is not None:
+                    mailbox.on_message(message, fds)
+        self._outbox.put(None)
+        with self._lock:
+            self._lost = True
+            mailboxes = list(self._mailboxes.values())
+        for mailbox in mailboxes:
+            mailbox.on_agent_lost()
+
+
+def _listen() -> socket.socket:
+    """Make the agent's socket here, so that connecting needs no waiting for the agent.
+
+    An abstract one leaves nothing behind; elsewhere it lies in a folder of its own.
+    """
+    listener = socket.socket(socket.AF_UNIX)
+    name = f"phalanx-{os.getpid()}-{secrets.token_hex(8)}"
+    if kernel.HAS_ABSTRACT_SOCKETS:
+        listener.bind(f"\0{name}")
+    else:
+        folder = tempfile.mkdtemp(prefix="phalanx-", dir=os.environ.get("XDG_RUNTIME_DIR"))
+        listener.bind(f"{folder}/agent")
+    listener.listen(_BACKLOG)
+    return listener
+
+
+def _remove_name(listener: socket.socket) -> None:
+    """Once connected, a name in the file system is of no more use."""
+    name = listener.getsockname()
+    if isinstance(name, str) and name:
+        os.unlink(name)  # noqa: PTH108
+        os.rmdir(os.path.dirname(name))  # noqa: PTH106, PTH120
+
+
+def _spawn_agent(listener: socket.socket, key: ForkServerKey, image: ProcessImage) -> int:
+    listener.set_inheritable(True)
+    command = interpreter.command(
+        image.executable,
+        image.flags,
+        "phalanx.agent.__main__",
+        str(listener.fileno()),
+        str(os.getpid()),
+        msgspec.json.encode(key).decode(),
+        msgspec.json.encode(image.module_path).decode(),
+    )
+    null = os.devnull
+    return os.posix_spawn(
+        image.executable,
+        command,
+        image.environment,
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, null, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, null, os.O_WRONLY, 0),
+        ],
+    )
+
+
+_link: AgentLink | None = None
+_link_lock = threading.Lock()
+
+
+def agent_link(key: ForkServerKey, image: ProcessImage) -> tuple[AgentLink, bool]:
+    """Return this process' agent, and whether it was started just now with this key."""
+    global _link  # noqa: PLW0603 - one agent per process, also after a fork
+    with _link_lock:
+        if _link is not None and _link.usable:
+            return _link, False
+        _link = AgentLink(key, image)
+        return _link, True
+
+
+def current_link() -> AgentLink | None:
+    """Return this process' agent, if it has one."""
+    return _link if _link is not None and _link.usable else None

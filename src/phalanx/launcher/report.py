@@ -1,0 +1,100 @@
+"""The page that a failed run prints: what broke first, where, why; then what followed.
+
+Plain text, made for a person who has just lost a training run.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from phalanx.failures import Failure
+    from phalanx.spec import LaunchSpec
+
+_TAIL_LINES = 20
+_SHOWN_EFFECTS = 16
+
+
+def failure_page(
+    spec: LaunchSpec, failures: tuple[Failure, ...], restart_count: int
+) -> str:
+    """Return the page.
+
+    Args:
+        spec: What was launched.
+        failures: The records, the root cause first.
+        restart_count: Restarts before the run was given up.
+    """
+    root, *others = failures
+    lines = [f"{_who(root)} failed: {root.headline()}", "", f"  where     {_where(root, spec)}"]
+    lines.append(f"  how       {_how(root)}")
+    if restart_count or spec.max_restarts:
+        lines.append(f"  restarts  {restart_count} of {spec.max_restarts} were used")
+    lines.append(f"  run       {spec.run_dir}")
+    lines += _section("message", root.message if "\n" in root.message else "")
+    lines += _section("traceback", root.traceback or "")
+    lines += _section("native stack", root.native_stack or "")
+    lines += _section("last lines of its log", _tail(root))
+    if others:
+        lines += ["", "Because of that:"]
+        lines += [f"  {_effect(failure)}" for failure in others[:_SHOWN_EFFECTS]]
+        if len(others) > _SHOWN_EFFECTS:
+            lines.append(f"  … and {len(others) - _SHOWN_EFFECTS} more ranks")
+    return "\n".join(lines)
+
+
+def _who(failure: Failure) -> str:
+    return "The run" if failure.rank < 0 else f"Rank {failure.rank}"
+
+
+def _where(failure: Failure, spec: LaunchSpec) -> str:
+    parts = [f"rank {failure.rank} of {spec.world_size}"] if failure.rank >= 0 else []
+    parts.append(f"node {failure.node_rank}")
+    if failure.pid is not None:
+        parts.append(f"pid {failure.pid}")
+    parts.append(f"generation {failure.generation}")
+    return ", ".join(parts)
+
+
+def _how(failure: Failure) -> str:
+    causes = {
+        "exception": f"{spec_name(failure)} raised an exception",
+        "exit": "the process left before the function returned",
+        "signal": "a signal from outside its code, or a crash in native code",
+        "startup": "it never reached the user's code",
+    }
+    how = causes[failure.cause]
+    return f"{how} ({failure.exit})" if failure.exit is not None else how
+
+
+def spec_name(failure: Failure) -> str:
+    """Say whose code raised."""
+    return "the function" if failure.rank >= 0 else "Phalanx"
+
+
+def _section(title: str, text: str) -> list[str]:
+    text = text.rstrip()
+    if not text:
+        return []
+    return ["", f"{title}:", *(f"  {line}" for line in text.splitlines())]
+
+
+def _tail(failure: Failure) -> str:
+    """The last log lines, without the traceback that stands above already."""
+    lines = failure.log_tail.rstrip().splitlines()
+    if failure.traceback:
+        last = failure.traceback.rstrip().splitlines()[-1:]
+        if last and lines and lines[-1].endswith(last[0]):
+            starts = [n for n, line in enumerate(lines) if "Traceback (most recent" in line]
+            lines = lines[: starts[-1]] if starts else []
+    return "\n".join(lines[-_TAIL_LINES:])
+
+
+def _effect(failure: Failure) -> str:
+    who = f"rank {failure.rank}, node {failure.node_rank}"
+    if failure.pid is not None:
+        who += f", pid {failure.pid}"
+    what = failure.headline()
+    if failure.kind == "effect":
+        what = f"lost its peers ({what})"
+    return f"{who}: {what}"

@@ -1,0 +1,196 @@
+"""From a new process to the user's function, and from its end to the process' end.
+
+Two ways in, one way on. A forked child gets rid of what a fork must not share; a fresh
+interpreter (``start_method="spawn"``) has nothing to get rid of. From `_run` on they are
+the same.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import mmap
+import os
+import sys
+import threading
+from typing import TYPE_CHECKING, NoReturn
+
+import msgspec
+
+from phalanx import interpreter, kernel
+from phalanx.errors import PayloadError
+from phalanx.messages import Entered, MakeStoreHost, MakeWorker, Raised, Returned
+from phalanx.page import ControlPage
+from phalanx.wire import INLINE_LIMIT
+from phalanx.worker import fresh
+from phalanx.worker.capture import failure_of
+from phalanx.worker.context import WorkerContext, install_context
+from phalanx.worker.link import AgentLink
+
+if TYPE_CHECKING:
+    from phalanx.failures import Cause, Failure
+    from phalanx.payload import Call
+    from phalanx.spec import ProcessImage, WorkerSpec
+
+_NUM_OWN_FRAMES = 2
+"""Frames of this module above the user's function in a traceback."""
+
+
+def run_forked_worker(order: MakeWorker, fds: list[int], server_pid: int) -> NoReturn:
+    """Be the worker, in a child that the fork server just forked."""
+    kernel.die_with_parent(server_pid)
+    control, out, err, *files = fds
+    _connect_standard_streams(out, err)
+    kernel.close_all_fds({0, 1, 2, control, *files})
+    fresh.enter_surroundings(order.image)
+    if order.fresh_interpreter:
+        _exec("phalanx.worker.bootstrap", order, [control, *files])
+    fresh.enter_interpreter(order.image, order.environment)
+    _run(order.worker, order.image, control, *files)
+
+
+def run_forked_store_host(order: MakeStoreHost, fds: list[int], server_pid: int) -> NoReturn:
+    """Be the store host, in a child that the fork server just forked."""
+    kernel.die_with_parent(server_pid)
+    kernel.close_all_fds({0, 1, 2, *fds})
+    fresh.enter_surroundings(order.image)
+    if order.fresh_interpreter:
+        _exec("phalanx.worker.bootstrap", order, fds)
+    _host_store(order, fds[0])
+
+
+def _host_store(order: MakeStoreHost, listener_fd: int) -> NoReturn:
+    from phalanx.worker.store_host import host_store  # noqa: PLC0415 - imports torch
+
+    host_store(listener_fd, order.master_addr, order.master_port)
+
+
+def main(argv: list[str]) -> NoReturn:
+    """Go on in a fresh interpreter; `argv` holds the numbers of the descriptors."""
+    order_fd, *fds = (int(number) for number in argv)
+    with open(order_fd, "rb") as file:  # noqa: PTH123 - a descriptor
+        order = msgspec.msgpack.decode(file.read(), type=MakeWorker | MakeStoreHost)
+    if isinstance(order, MakeStoreHost):
+        _host_store(order, fds[0])
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    fresh.enter_interpreter(order.image, order.environment)
+    _run(order.worker, order.image, *fds)
+
+
+def _exec(module: str, order: MakeWorker | MakeStoreHost, fds: list[int]) -> NoReturn:
+    """Replace this process by a fresh interpreter that goes on in `main`."""
+    order_fd = kernel.open_anonymous_file("phalanx-order")
+    os.write(order_fd, msgspec.msgpack.encode(order))
+    os.lseek(order_fd, 0, os.SEEK_SET)
+    fds = [order_fd, *fds]
+    for fd in fds:
+        os.set_inheritable(fd, True)
+    image = order.image
+    command = interpreter.command(image.executable, image.flags, module, *map(str, fds))
+    environment = order.environment if isinstance(order, MakeWorker) else image.environment
+    os.execve(image.executable, command, environment)  # noqa: S606 - our own command
+
+
+def _connect_standard_streams(out: int, err: int) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+
+
+def _run(
+    worker: WorkerSpec, image: ProcessImage, control: int, page: int, payload: int, native: int
+) -> NoReturn:
+    """Load the function, call it, tell the agent what came of it, and end."""
+    faulthandler.enable(native)  # into a file of its own: a user's enable() replaces it
+    link = AgentLink(control)
+    context = WorkerContext(worker, link, ControlPage(page, worker.world_size))
+    os.close(page)
+    install_context(context)
+    call = _load(worker, image, payload, context, link)
+    link.send(Entered())
+    _finish(_call(worker, call, link))
+
+
+def _load(
+    worker: WorkerSpec, image: ProcessImage, payload_fd: int, context: WorkerContext, link: AgentLink
+) -> Call:
+    from phalanx import payload  # noqa: PLC0415 - a fork has it, a fresh interpreter needs it now
+
+    fresh.make_main(image)
+    try:
+        with mmap.mmap(payload_fd, 0, access=mmap.ACCESS_READ) as data:
+            os.close(payload_fd)
+            return payload.load_call(data, context)
+    except BaseException as error:  # noqa: BLE001 - imports of user modules: anything may come
+        _tell(link, _record(error, worker, "startup"))
+        _finish(1)
+
+
+def _call(worker: WorkerSpec, call: Call, link: AgentLink) -> int:
+    """Call the function and report; return the exit code."""
+    try:
+        value = call.function(worker.rank, worker.world_size, *call.args, **call.kwargs)
+    except SystemExit as leaving:
+        if leaving.code in (None, 0):
+            return _return(worker, None, link)
+        _tell(link, _record(leaving, worker, "exit"))
+        if isinstance(leaving.code, int):
+            return leaving.code & 0xFF
+        print(leaving.code, file=sys.stderr)  # noqa: T201 - as the interpreter does
+        return 1
+    except BaseException as error:  # noqa: BLE001 - it goes to the launcher
+        _tell(link, _record(error, worker, "exception"))
+        return 1
+    return _return(worker, value, link)
+
+
+def _return(worker: WorkerSpec, value: object, link: AgentLink) -> int:
+    from phalanx import payload  # noqa: PLC0415 - loaded already
+
+    fd = kernel.open_anonymous_file("phalanx-return")
+    with open(fd, "w+b") as file:  # noqa: PTH123 - a descriptor
+        try:
+            payload.dump_value(value, file)
+        except PayloadError as error:
+            failure = failure_of(error, worker, cause="exception")
+            _tell(link, msgspec.structs.replace(failure, retry=False))
+            return 1
+        file.flush()
+        if file.tell() > INLINE_LIMIT:
+            link.send(Returned(data=None), [file.fileno()])
+        else:
+            file.seek(0)
+            link.send(Returned(data=file.read()))
+    return 0
+
+
+def _record(error: BaseException, worker: WorkerSpec, cause: Cause) -> Failure:
+    return failure_of(error, worker, cause=cause, skip_frames=_NUM_OWN_FRAMES - 1)
+
+
+def _tell(link: AgentLink, failure: Failure) -> None:
+    """Report a failure; its own log has it too, as any process' would."""
+    text = failure.traceback if failure.kind == "primary" else f"{failure.headline()}\n"
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # it may have closed stderr
+        sys.stderr.write(text or failure.message)
+        sys.stderr.flush()
+    link.send(Raised(failure=failure))
+
+
+def _finish(code: int) -> NoReturn:
+    """End as the interpreter would, short of taking modules apart.
+
+    Threads that are no daemons are waited for, exit handlers run, streams are flushed. What
+    finalisation does beyond that is where torch programs crash after their work is done.
+    """
+    with contextlib.suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001 - what Py_Finalize calls
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()  # noqa: SLF001 - multiprocessing ends so, too
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(BaseException):
+            stream.flush()
+    os._exit(code)

@@ -1,0 +1,181 @@
+"""The context as a worker sees it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from phalanx.context import SubprocessContext
+from phalanx.errors import NotAWorkerError, SpecError
+from phalanx.messages import Reported
+
+if TYPE_CHECKING:
+    import torch
+
+    from phalanx.page import ControlPage
+    from phalanx.spec import WorkerSpec
+    from phalanx.worker.group import ControlGroup
+    from phalanx.worker.link import AgentLink
+
+_current: WorkerContext | None = None
+
+
+def current_context() -> WorkerContext:
+    """Return this worker's context.
+
+    Raises:
+        NotAWorkerError: This process is no worker.
+    """
+    if _current is None:
+        raise NotAWorkerError(
+            "get_context() is for workers: call it inside the function that start_processes "
+            "runs. In the launcher use the object that start_processes returned."
+        )
+    return _current
+
+
+def install_context(context: WorkerContext) -> None:
+    """Make a context the one of this process."""
+    global _current  # noqa: PLW0603 - there is one worker in a process
+    _current = context
+
+
+class WorkerContext(SubprocessContext[Any]):
+    """Knows a worker's place, and its ways to the agent and to the other ranks.
+
+    Usable from any thread, and from processes that the worker forks (DataLoader workers);
+    `barrier` and `should_stop` are for the worker's own process.
+    """
+
+    def __init__(self, worker: WorkerSpec, link: AgentLink, page: ControlPage) -> None:
+        """Keep what the bootstrap has opened."""
+        self._worker = worker
+        self._link = link
+        self._page = page
+        self._group: ControlGroup | None = None
+        self._watched = False
+
+    def __repr__(self) -> str:
+        """Say who this is."""
+        worker = self._worker
+        return f"<worker {worker.rank} of {worker.world_size}, run {worker.run_id}>"
+
+    @property
+    def run_id(self) -> str:
+        """Name of the run."""
+        return self._worker.run_id
+
+    def get_world_size(self) -> int:
+        """Return the number of workers."""
+        return self._worker.world_size
+
+    def get_backend(self) -> str:
+        """Return the name of the backend of the context's process group."""
+        from phalanx.worker.group import backend_of  # noqa: PLC0415 - imports torch
+
+        return backend_of(self._worker)
+
+    @property
+    def restart_count(self) -> int:
+        """How often this worker was started again."""
+        return self._worker.restart_count
+
+    def get_rank(self) -> int:
+        """Return this worker's global rank."""
+        return self._worker.rank
+
+    def get_global_rank(self) -> int:
+        """Return the same as `get_rank`."""
+        return self._worker.rank
+
+    def get_local_rank(self) -> int:
+        """Return this worker's rank on its machine."""
+        return self._worker.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """Rank of this worker's machine."""
+        return self._worker.node_rank
+
+    @property
+    def is_master(self) -> bool:
+        """Whether this is rank 0."""
+        return self._worker.rank == self.get_master_rank()
+
+    @property
+    def device(self) -> torch.device:
+        """The CUDA device of this local rank, or the CPU."""
+        from phalanx.worker.group import device_of  # noqa: PLC0415 - imports torch
+
+        return device_of(self._worker)
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether this worker was asked to finish."""
+        if not self._watched:
+            self._watched = True
+            self._page.note_polling(self._worker.rank)
+        return self._page.stop_wanted
+
+    def should_stop(self) -> bool:
+        """Return whether to stop now: the same answer on every rank."""
+        wanted = self.stop_requested
+        if self._worker.world_size > 1:
+            wanted = self._control_group().any(wanted)
+        self.heartbeat()
+        return wanted
+
+    def heartbeat(self, *, step: int | None = None) -> None:
+        """Note that this worker got on."""
+        if step is not None and not 0 <= step < 2**64:
+            raise SpecError(f"heartbeat(step=…) must be 0 or more, not {step}")
+        self._page.note_progress(self._worker.rank, time.monotonic_ns(), step)
+
+    def report(self, **metrics: float | str | bool | None) -> None:
+        """Send named values to the launcher."""
+        values = {name: _plain(name, value) for name, value in metrics.items()}
+        self._link.send(Reported(metrics=values))
+
+    def barrier(self) -> None:
+        """Wait until every rank has come here."""
+        if self._worker.world_size > 1:
+            self._control_group().barrier()
+        self.heartbeat()
+
+    def breakpoint(self, rank: int = 0) -> None:
+        """Open a debugger on one rank."""
+        if not 0 <= rank < self._worker.world_size:
+            raise SpecError(
+                f"breakpoint(rank={rank}): ranks go from 0 to {self._worker.world_size - 1}"
+            )
+        if rank == self._worker.rank:
+            from phalanx.worker.debugger import open_debugger  # noqa: PLC0415 - imports pdb
+
+            open_debugger(self._link, rank, sys._getframe(1))  # noqa: SLF001 - as pdb does
+
+    def _control_group(self) -> ControlGroup:
+        if self._group is None:
+            from phalanx.worker.group import ControlGroup  # noqa: PLC0415 - imports torch
+
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            self._group = ControlGroup(self._worker, address, port)
+        return self._group
+
+
+def _plain(name: str, value: Any) -> float | int | str | bool | None:  # noqa: ANN401
+    """Return a value as the event log can hold it."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    item = getattr(value, "item", None)  # a tensor or an array of one element
+    if callable(item):
+        try:
+            plain = item()
+        except (ValueError, RuntimeError) as error:
+            raise TypeError(f"report({name}=…): {error}; pass one number, as .mean()") from error
+        if isinstance(plain, bool | int | float | str):
+            return plain
+    raise TypeError(
+        f"report({name}=…) takes a number, string, bool or None, not {type(value).__name__}"
+    )

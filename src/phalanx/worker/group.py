@@ -1,0 +1,91 @@
+"""The context's own process group: made on first use, beside torch's default group."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import PhalanxError, SpecError
+
+if TYPE_CHECKING:
+    from phalanx.spec import WorkerSpec
+
+_TIMEOUT = timedelta(minutes=30)
+
+
+class ControlGroup:
+    """Barriers and votes among all ranks.
+
+    Uses torch's default group if the user made one before; otherwise a Gloo group of its own
+    on a prefix of the group's store, which is never registered as the default, so that a
+    later ``init_process_group()`` of the user does not collide with it.
+    """
+
+    def __init__(self, worker: WorkerSpec, master_addr: str, master_port: int) -> None:
+        """Join the group. Blocks until every rank has come here.
+
+        Raises:
+            PhalanxError: With ``restart="worker"`` there is no group to share.
+        """
+        if worker.restart == "worker":
+            raise PhalanxError(
+                'restart="worker" is for workers that share no process group, so barrier() and '
+                'should_stop() are not for them; use restart="group", or read stop_requested'
+            )
+        self._worker = worker
+        self._group: dist.ProcessGroup | None = None
+        if dist.is_initialized():
+            return
+        store = dist.TCPStore(
+            master_addr, master_port, None, is_master=False, timeout=_TIMEOUT
+        )
+        prefix = dist.PrefixStore(f"phalanx/{worker.generation}", store)
+        self._group = dist.ProcessGroupGloo(prefix, worker.rank, worker.world_size, _TIMEOUT)
+
+    def barrier(self) -> None:
+        """Wait until every rank has come here."""
+        if self._group is None:
+            dist.barrier()
+        else:
+            self._group.barrier().wait()
+
+    def any(self, vote: bool) -> bool:  # noqa: FBT001 - it is a vote
+        """Return on every rank whether any rank voted yes."""
+        ballot = torch.tensor([int(vote)], device=self._ballot_device())
+        if self._group is None:
+            dist.all_reduce(ballot, op=dist.ReduceOp.MAX)
+        else:
+            options = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp.MAX
+            self._group.allreduce([ballot], options).wait()
+        return bool(ballot.item())
+
+    def _ballot_device(self) -> torch.device:
+        if self._group is None and dist.get_backend() == "nccl":
+            return device_of(self._worker)
+        return torch.device("cpu")
+
+
+def device_of(worker: WorkerSpec) -> torch.device:
+    """Return the CUDA device of a local rank, or the CPU where there is no CUDA."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", worker.local_rank % torch.cuda.device_count())
+
+
+def backend_of(worker: WorkerSpec) -> str:
+    """Return the backend of the group that gradients travel over.
+
+    Raises:
+        SpecError: NCCL was asked for and this machine has no CUDA.
+    """
+    if dist.is_initialized():
+        return dist.get_backend()
+    if worker.backend == "auto":
+        return "nccl" if torch.cuda.is_available() else "gloo"
+    if worker.backend == "nccl" and not torch.cuda.is_available():
+        raise SpecError('backend="nccl" needs CUDA, which torch does not find here; use "gloo"')
+    return worker.backend
