@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from phalanx.api import get_context, prewarm, start_processes
-    from phalanx.context import RunResult, SubprocessContext
+    from phalanx.api import prewarm, start_processes
+    from phalanx.context import RunResult, SubprocessContext, get_context
     from phalanx.errors import (
         AgentLostError,
         NotALauncherError,
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "phalanx.api": ("get_context", "prewarm", "start_processes"),
-    "phalanx.context": ("RunResult", "SubprocessContext"),
+    "phalanx.api": ("prewarm", "start_processes"),
+    "phalanx.context": ("RunResult", "SubprocessContext", "get_context"),
     "phalanx.errors": (
         "AgentLostError",
         "NotALauncherError",

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import msgspec
 
 from phalanx import kernel, paths, spec
-from phalanx.context import SubprocessContext
-from phalanx.errors import NotAWorkerError, PortInUseError, SpecError
+from phalanx.context import SubprocessContext, get_context
+from phalanx.errors import PortInUseError, SpecError
 from phalanx.launcher import exit as launcher_exit
 from phalanx.launcher.console import Console
 from phalanx.launcher.context import LauncherContext
@@ -26,6 +26,8 @@ from phalanx.messages import Launch, Prewarm
 if TYPE_CHECKING:
     from phalanx.events import Event
     from phalanx.spec import Duration, LaunchSpec
+
+__all__ = ["get_context", "prewarm", "start_processes"]
 
 R = TypeVar("R")
 
@@ -158,23 +160,6 @@ def prewarm(preload: Sequence[str] = ("torch",)) -> None:
         link.send(Prewarm(key=key, image=image))
 
 
-def get_context() -> SubprocessContext[Any]:
-    """Return this worker's context.
-
-    Raises:
-        NotAWorkerError: This process is no worker: in the launcher, use what
-            `start_processes` returned.
-    """
-    worker_context = sys.modules.get("phalanx.worker.context")
-    if worker_context is None:
-        raise NotAWorkerError(
-            "get_context() is for workers: call it inside the function that start_processes "
-            "runs. In the launcher use the object that start_processes returned."
-        )
-    context: SubprocessContext[Any] = worker_context.current_context()
-    return context
-
-
 # ── checks, before anything is started ───────────────────────────────────────────────────
 
 
@@ -281,7 +266,7 @@ def _dump_payload(
     call = payload.Call(function=main_function, args=tuple(args), kwargs=dict(kwargs or {}))
     fd = kernel.open_anonymous_file("phalanx-payload")
     try:
-        with open(fd, "wb", closefd=False) as file:  # noqa: PTH123 - a descriptor
+        with open(fd, "wb", closefd=False) as file:
             payload.dump_call(call, file)
     except BaseException:
         os.close(fd)

@@ -9,7 +9,7 @@ side raises an error that says what to do instead.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from phalanx.errors import NotALauncherError, NotAWorkerError
 
@@ -70,8 +70,6 @@ class SubprocessContext(Generic[R]):
 
     def __reduce__(self) -> tuple[object, ...]:
         """A context that reaches a worker (as a global, an argument) is the worker's own."""
-        from phalanx.api import get_context  # noqa: PLC0415, PLC2701 - found again by name
-
         return (get_context, ())
 
     # ── on both sides ────────────────────────────────────────────────────────────────────
@@ -227,3 +225,27 @@ class SubprocessContext(Generic[R]):
     ) -> None:
         """Wait for the run, or shut it down if the block ended by an exception."""
         _only_in_the_launcher("a context manager, which")
+
+
+_of_this_worker: SubprocessContext[Any] | None = None
+
+
+def get_context() -> SubprocessContext[Any]:
+    """Return this worker's context.
+
+    Raises:
+        NotAWorkerError: This process is no worker: in the launcher, use what
+            `start_processes` returned.
+    """
+    if _of_this_worker is None:
+        raise NotAWorkerError(
+            "get_context() is for workers: call it inside the function that start_processes "
+            "runs. In the launcher use the object that start_processes returned."
+        )
+    return _of_this_worker
+
+
+def install_context(context: SubprocessContext[Any]) -> None:
+    """Make a context the one of this worker (the bootstrap does)."""
+    global _of_this_worker  # noqa: PLW0603 - a process is one worker
+    _of_this_worker = context

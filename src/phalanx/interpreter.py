@@ -32,10 +32,10 @@ def command(executable: str, flags: tuple[str, ...], module: str, *arguments: st
 
 def current_flags() -> tuple[str, ...]:
     """Return the interpreter flags of this process, as a child would need them again."""
-    # The same list that multiprocessing gives its children; public only by habit.
-    from subprocess import _args_from_interpreter_flags  # noqa: PLC0415, PLC2701
+    import subprocess  # noqa: PLC0415 - only a launch needs it
 
-    flags: list[str] = _args_from_interpreter_flags()  # type: ignore[no-untyped-call]
+    # The same list that multiprocessing gives its children; public only by habit.
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # noqa: SLF001
     return tuple(flags)
 
 

@@ -175,12 +175,10 @@ def child_pids() -> list[int]:
 
 def _child_pids_by_scan() -> list[int]:
     """For kernels without CONFIG_PROC_CHILDREN."""
-    found: list[int] = []
-    with contextlib.suppress(FileNotFoundError):
-        for entry in os.scandir("/proc"):
-            if entry.name.isdigit() and parent_and_session(int(entry.name))[0] == os.getpid():
-                found.append(int(entry.name))
-    return found
+    if sys.platform != "linux":
+        return []
+    pids = (int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit())
+    return [pid for pid in pids if parent_and_session(pid)[0] == os.getpid()]
 
 
 def parent_and_session(pid: int) -> tuple[int, int]:

@@ -124,14 +124,7 @@ class InputLine(Message, frozen=True, kw_only=True):
 
 
 LauncherMessage: TypeAlias = (
-    Hello
-    | Prewarm
-    | Launch
-    | StopRun
-    | KillRun
-    | RestartRun
-    | ConsoleTaken
-    | InputLine
+    Hello | Prewarm | Launch | StopRun | KillRun | RestartRun | ConsoleTaken | InputLine
 )
 
 # ── agent → launcher ─────────────────────────────────────────────────────────────────────

@@ -18,7 +18,7 @@ import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import cloudpickle
 
@@ -40,6 +40,12 @@ class Call:
     kwargs: dict[str, object]
 
 
+class _Writable(Protocol):
+    """All that a pickler needs of a file."""
+
+    def write(self, data: Any, /) -> int: ...  # noqa: ANN401 - any buffer
+
+
 class _MainGlobals:
     """Stands for the globals of the launcher's `__main__` in a pickle."""
 
@@ -55,7 +61,7 @@ def _main_globals() -> dict[str, Any]:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     """Notes which functions and classes of `__main__` a pickle takes along."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: _Writable) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         main = _main_globals()
         self.globals_ref[id(main)] = _MainGlobals()
@@ -114,7 +120,7 @@ def load_call(data: mmap.mmap, context: object) -> Call:
     Raises:
         Exception: Whatever importing the modules of the function and its arguments raises.
     """
-    unpickler = pickle.Unpickler(data)  # type: ignore[arg-type]  # a mmap reads like a file
+    unpickler = pickle.Unpickler(data)  # noqa: S301 - from our own launcher, by descriptor
     function, args, kwargs = unpickler.load()
     taken, wants_context = unpickler.load()
     main = _main_globals()
@@ -214,11 +220,8 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".rstrip(": ").rstrip(".")
 
 
-class _Nowhere(io.RawIOBase):
+class _Nowhere:
     """Takes what is written and keeps nothing."""
-
-    def writable(self) -> bool:
-        return True
 
     def write(self, data: Any) -> int:  # noqa: ANN401 - any buffer
         return memoryview(data).nbytes

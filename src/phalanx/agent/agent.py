@@ -60,12 +60,13 @@ def run_agent(
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
-    """uvloop answers in half the time; plain asyncio does where it is missing."""
+    """Uvloop answers in half the time; plain asyncio does where it is missing."""
     try:
         import uvloop  # noqa: PLC0415 - optional
     except ImportError:
         return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
 
 
 class Agent:
@@ -118,9 +119,7 @@ class Agent:
         )
         self._connections.add(connection)
 
-    def _on_close(
-        self, connection: Connection[LauncherMessage], error: FrameError | None
-    ) -> None:
+    def _on_close(self, connection: Connection[LauncherMessage], error: FrameError | None) -> None:
         """A launcher hung up, or sent what is no message: its runs end, others go on."""
         self._connections.discard(connection)
         if error is not None:
@@ -163,9 +162,7 @@ class Agent:
             run.feed(ev.StopRequested(grace_s=run.spec.grace_s, reason="SIGTERM to the agent"))
 
 
-def _pass_on(
-    run: Run, message: StopRun | KillRun | RestartRun | ConsoleTaken | InputLine
-) -> None:
+def _pass_on(run: Run, message: StopRun | KillRun | RestartRun | ConsoleTaken | InputLine) -> None:
     match message:
         case StopRun(grace_s=grace_s, reason=reason):
             grace_s = run.spec.grace_s if grace_s is None else grace_s

@@ -217,5 +217,3 @@ class Generation:
             then()
         else:
             self._loop.call_later(_SWEEP_POLL_S, self._sweep_bereaved, until_s, then)
-
-

@@ -1,7 +1,7 @@
-"""Cuts a stream of bytes into whole units and prefixes them. Pure: no IO.
+r"""Cuts a stream of bytes into whole units and prefixes them. Pure: no IO.
 
-A unit ends in ``\\n``, or in ``\\r``, as progress bars do. The usual case, a chunk without
-``\\r``, is one `bytes.replace`, so its cost does not depend on the number of lines.
+A unit ends in ``\n``, or in ``\r``, as progress bars do. The usual case, a chunk without
+``\r``, is one `bytes.replace`, so its cost does not depend on the number of lines.
 """
 
 from __future__ import annotations

@@ -118,8 +118,10 @@ class StreamPump:
         if self._console is not None:
             self._console.write(self._lines.feed(data))
             self._watch_bar()
-        self._tail = data[-_TAIL_BYTES:] if len(data) >= _TAIL_BYTES else (
-            (self._tail + data)[-_TAIL_BYTES:]
+        self._tail = (
+            data[-_TAIL_BYTES:]
+            if len(data) >= _TAIL_BYTES
+            else ((self._tail + data)[-_TAIL_BYTES:])
         )
         return True
 

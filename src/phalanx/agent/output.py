@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from phalanx import kernel
 from phalanx.agent.consoles import Consoles, DescriptorSink, RelaySink
 from phalanx.agent.logs import FileSink, StreamPump
-from phalanx.messages import ConsoleText
+from phalanx.messages import ConsoleKind, ConsoleText
 from phalanx.paths import RunPaths, log_file
 
 if TYPE_CHECKING:
@@ -49,7 +49,8 @@ class RunOutput:
         self._on_broken = on_broken
         fds = iter(console_fds)
         self._sinks: dict[Stream, DescriptorSink | RelaySink] = {}
-        for stream, kind in (("out", console.out), ("err", console.err)):
+        kinds: dict[Stream, ConsoleKind] = {"out": console.out, "err": console.err}
+        for stream, kind in kinds.items():
             if kind == "descriptor":
                 self._sinks[stream] = consoles.borrow(next(fds), on_broken)
             else:
@@ -67,8 +68,7 @@ class RunOutput:
         files: dict[Stream, str] = {}
         if log_dir is not None:
             for stream in _streams():
-                path = log_file(Path(log_dir), generation, rank, stream)
-                files[stream] = str(path)
+                files[stream] = str(log_file(Path(log_dir), generation, rank, stream))
         if not to_console:
             self._files[rank] = (files["out"], files["err"])
             return self._open(files["out"]), self._open(files["err"])
@@ -104,7 +104,9 @@ class RunOutput:
             tails = [pump.tail() for pump in self._pumps[rank]]
         else:
             tails = [_end_of(path) for path in self._files.get(rank, ())]
-        text = b"".join(tail if tail.endswith(b"\n") or not tail else tail + b"\n" for tail in tails)
+        text = b"".join(
+            tail if tail.endswith(b"\n") or not tail else tail + b"\n" for tail in tails
+        )
         return text.decode("utf-8", "backslashreplace")
 
     def end(self, rank: int) -> None:

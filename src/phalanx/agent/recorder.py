@@ -62,4 +62,4 @@ def _strip(event: Event) -> Event:
     if failure is None or failure.exception is None:
         return event
     slim = msgspec.structs.replace(failure, exception=None)
-    return msgspec.structs.replace(event, failure=slim)  # type: ignore[type-var]
+    return msgspec.structs.replace(event, failure=slim)

@@ -53,6 +53,10 @@ if TYPE_CHECKING:
 _MAX_BACKLOG = 16 * 1024 * 1024
 """Bytes that may wait for a launcher that does not read; beyond, reports are dropped."""
 
+_IDLE_S = 0.25
+"""How long after a group's start its fork server may be improved: not in the way of its first
+collective."""
+
 
 class Run:
     """A run from its launch to its last word."""
@@ -172,7 +176,9 @@ class Run:
         match order:
             case do.Announce(event=event):
                 self._announce(event)
-                if isinstance(event, ev.RunEnded):
+                if isinstance(event, ev.GroupRan):
+                    self._loop.call_later(_IDLE_S, self.servers.improve, self.launch.key)
+                elif isinstance(event, ev.RunEnded):
                     self.output.when_flushed(self._finish)
             case do.OpenGeneration(generation=number):
                 self._open_generation(number)

@@ -191,7 +191,7 @@ def read_error_file(path: str) -> tuple[str, str | None] | None:
         ``{"message": "…"}``. A torn file is no file.
     """
     try:
-        with contextlib.closing(open(path, "rb")) as file:  # noqa: PTH123, SIM115 - bounded read
+        with contextlib.closing(open(path, "rb")) as file:  # noqa: PTH123 - bounded read
             content = msgspec.json.decode(file.read(_MAX_ERROR_FILE))
         message = content["message"]
         if isinstance(message, dict):

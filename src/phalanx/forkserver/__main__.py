@@ -34,9 +34,7 @@ def main(argv: list[str]) -> None:
     _serve(channel, agent_pidfd, config["preload"])
 
 
-def _serve(
-    channel: Channel[ForkServerOrder], agent_pidfd: int | None, modules: list[str]
-) -> None:
+def _serve(channel: Channel[ForkServerOrder], agent_pidfd: int | None, modules: list[str]) -> None:
     while True:
         channel.send(ServerStarted(pid=os.getpid()))
         outcome = preload(modules)

@@ -38,9 +38,7 @@ class Orphanage:
     def forget(self, tag: str) -> None:
         """The generation is swept: its sessions have no members any more."""
         self._tag_by_session = {
-            pid: known
-            for pid, known in self._tag_by_session.items()
-            if not _belongs(known, tag)
+            pid: known for pid, known in self._tag_by_session.items() if not _belongs(known, tag)
         }
 
     def kill(self, tag: str, known: Collection[int], living_tags: Iterable[str]) -> list[int]:

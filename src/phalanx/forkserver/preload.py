@@ -75,7 +75,7 @@ def _failure(module: str, error: BaseException) -> PreloadFailed:
 def _why_unfit(module: str) -> str | None:
     """Say how importing `module` broke the rules of forking, if it did."""
     with contextlib.suppress(OSError):
-        threads = len(os.listdir("/proc/self/task"))
+        threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208 - only their number
         if threads > 1:
             return f"importing {module!r} started {threads - 1} thread(s)"
     torch = sys.modules.get("torch")

@@ -28,7 +28,6 @@ from phalanx.messages import (
     MakeSuccessor,
     MakeWorker,
     SignalChild,
-    Sweep,
     Swept,
 )
 from phalanx.wire import Channel
@@ -123,7 +122,9 @@ class ForkServer:
             self._go_on_sweeping()
         return None
 
-    def _fork(self, order: MakeWorker | MakeStoreHost | MakeSuccessor, fds: list[int]) -> Job | None:
+    def _fork(
+        self, order: MakeWorker | MakeStoreHost | MakeSuccessor, fds: list[int]
+    ) -> Job | None:
         server_pid = os.getpid()
         try:
             pid = os.fork()
@@ -135,9 +136,7 @@ class ForkServer:
         if pid == 0:
             self._in_child = True
             self._selector.close()
-            return Job(
-                order=order, fds=fds, server_pid=server_pid, agent_pidfd=self._agent_pidfd
-            )
+            return Job(order=order, fds=fds, server_pid=server_pid, agent_pidfd=self._agent_pidfd)
         if isinstance(order, MakeSuccessor):
             self._successors.add(pid)
             return None

@@ -280,7 +280,7 @@ class LauncherContext(SubprocessContext[R]):
         while (event := self._callbacks.get()) is not None:
             try:
                 on_event(event)
-            except Exception:
+            except Exception:  # noqa: BLE001 - user code
                 _log.exception("on_event(%s) raised; the run goes on", type(event).__name__)
 
     # ── waiting ──────────────────────────────────────────────────────────────────────────
@@ -299,9 +299,7 @@ class LauncherContext(SubprocessContext[R]):
                     return
                 question = self._questions.pop(0)
             self._link.send(
-                InputLine(
-                    run_id=self.run_id, rank=question.rank, text=_read_line(question.prompt)
-                )
+                InputLine(run_id=self.run_id, rank=question.rank, text=_read_line(question.prompt))
             )
 
     def _still_running(self) -> str:
@@ -358,7 +356,7 @@ class LauncherContext(SubprocessContext[R]):
                 continue
             try:
                 exception = payload.load_value(failure.exception)
-            except Exception:  # noqa: BLE001 - a class may not exist here; the text is enough
+            except Exception:  # noqa: BLE001, S112 - a class may not exist here: the text will do
                 continue
             if isinstance(exception, BaseException):
                 exceptions[failure.rank] = exception

@@ -58,9 +58,7 @@ def process_image(extra_environment: dict[str, str]) -> ProcessImage:
 def fork_server_key(image: ProcessImage, preload: tuple[str, ...]) -> ForkServerKey:
     """Return what decides whether a warm fork server can serve workers of this image."""
     relevant = {
-        name: value
-        for name, value in image.environment.items()
-        if name.startswith(_READ_AT_IMPORT)
+        name: value for name, value in image.environment.items() if name.startswith(_READ_AT_IMPORT)
     }
     return ForkServerKey(
         executable=image.executable,

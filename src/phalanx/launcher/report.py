@@ -15,9 +15,7 @@ _TAIL_LINES = 20
 _SHOWN_EFFECTS = 16
 
 
-def failure_page(
-    spec: LaunchSpec, failures: tuple[Failure, ...], restart_count: int
-) -> str:
+def failure_page(spec: LaunchSpec, failures: tuple[Failure, ...], restart_count: int) -> str:
     """Return the page.
 
     Args:

@@ -16,6 +16,7 @@ Source of the idea: h11's ``_state.py`` (a table and two rules) and dask.distrib
 ``worker_state_machine.py`` (events in, instructions out, an error that carries the story).
 """
 
+from phalanx.lifecycle.moves import Step
 from phalanx.lifecycle.state import (
     ABORT_GRACE_S,
     UNKILLABLE_S,
@@ -28,7 +29,7 @@ from phalanx.lifecycle.state import (
     WorkerState,
     next_deadline,
 )
-from phalanx.lifecycle.table import TRANSITIONS, Step, begin, step, table_as_markdown
+from phalanx.lifecycle.table import TRANSITIONS, begin, step, table_as_markdown
 
 __all__ = [
     "ABORT_GRACE_S",

@@ -15,6 +15,7 @@ from phalanx.lifecycle.state import (
     UNKILLABLE_S,
     VERDICT_S,
     Goal,
+    GroupPhase,
     GroupState,
     WorkerState,
 )
@@ -74,9 +75,7 @@ def kill_all(state: GroupState, now: float, *, goal: Goal) -> Step:
         order = do.CancelStart if pending else do.KillWorker
         orders.append(order(rank=worker.rank))
         workers.append(replace(worker, killed=not pending, due_s=now + UNKILLABLE_S))
-    killed = replace(
-        state, phase="stopping", goal=goal, workers=tuple(workers), verdict_due_s=None
-    )
+    killed = replace(state, phase="stopping", goal=goal, workers=tuple(workers), verdict_due_s=None)
     return settle(killed, now, tuple(orders))
 
 
@@ -87,7 +86,7 @@ def settle(state: GroupState, now: float, orders: tuple[do.Command, ...] = ()) -
     if state.verdict_due_s is not None:  # everybody has spoken: no other cause can come
         state, more = abort(state, now)
         return state, (*orders, *more)
-    phase = "restarting" if state.goal == "restart" else "ending"
+    phase: GroupPhase = "restarting" if state.goal == "restart" else "ending"
     return replace(state, phase=phase), (*orders, do.CloseGeneration())
 
 
@@ -108,9 +107,7 @@ def abort(state: GroupState, now: float) -> Step:
     """A failure ends the generation: stop the others, then restart or fail."""
     first = next((f for f in state.failures if f.kind == "primary"), state.failures[0])
     hopeless = any(not failure.retry for failure in state.failures)
-    restarting = (
-        state.policy.restart == "group" and not hopeless and may_restart(state, first, now)
-    )
+    restarting = state.policy.restart == "group" and not hopeless and may_restart(state, first, now)
     if restarting:
         state = count_restart(state, now)
     fell = ev.GroupFell(generation=state.generation, failure=first, restarting=restarting)

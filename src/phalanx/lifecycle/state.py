@@ -11,9 +11,7 @@ if TYPE_CHECKING:
 GroupPhase: TypeAlias = Literal[
     "starting", "running", "stopping", "restarting", "ending", "succeeded", "failed", "stopped"
 ]
-WorkerPhase: TypeAlias = Literal[
-    "pending", "starting", "running", "succeeded", "failed", "stopped"
-]
+WorkerPhase: TypeAlias = Literal["pending", "starting", "running", "succeeded", "failed", "stopped"]
 Goal: TypeAlias = Literal["succeed", "fail", "restart", "stop"]
 """What the group is heading for once its workers are gone."""
 

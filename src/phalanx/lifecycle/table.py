@@ -58,8 +58,10 @@ def table_as_markdown() -> str:
     lines = [f"| event | {' | '.join(phases)} |", f"| --- |{' --- |' * len(phases)}"]
     for event in events:
         handlers = (TRANSITIONS.get((phase, event)) for phase in phases)
-        cells = (handler.__name__.strip("_").replace("_", " ") if handler else "–"
-                 for handler in handlers)
+        cells = (
+            handler.__name__.strip("_").replace("_", " ") if handler else "–"
+            for handler in handlers
+        )
         lines.append(f"| `{event.__name__}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -103,9 +105,7 @@ def _warn(rank: int, message: str) -> do.Announce:
 def _started(state: GroupState, event: ev.WorkerStarted, now: float) -> Step:
     del now
     worker = _worker(state, event, "pending")
-    return state.with_worker(
-        replace(worker, phase="starting", pid=event.pid, alive=True)
-    ), ()
+    return state.with_worker(replace(worker, phase="starting", pid=event.pid, alive=True)), ()
 
 
 def _started_too_late(state: GroupState, event: ev.WorkerStarted, now: float) -> Step:
@@ -241,18 +241,14 @@ def _stop_instead(state: GroupState, event: ev.StopRequested, now: float) -> Ste
     return (replace(state, goal="stop") if state.goal == "restart" else state), ()
 
 
-def _end_instead(
-    state: GroupState, event: ev.StopRequested | ev.KillRequested, now: float
-) -> Step:
+def _end_instead(state: GroupState, event: ev.StopRequested | ev.KillRequested, now: float) -> Step:
     del event, now
     return replace(state, phase="ending", goal="stop"), ()
 
 
 def _restart(state: GroupState, event: ev.RestartRequested, now: float) -> Step:
     state = replace(state, restart_count=state.restart_count + 1)
-    state, orders = moves.stop_all(
-        state, now, goal="restart", grace_s=event.grace_s, polite=True
-    )
+    state, orders = moves.stop_all(state, now, goal="restart", grace_s=event.grace_s, polite=True)
     return state, (do.AnnounceStop(), *orders)
 
 

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from phalanx import interpreter, kernel
+from phalanx.context import install_context
 from phalanx.errors import PayloadError
 from phalanx.messages import Entered, MakeStoreHost, MakeWorker, Raised, Returned
 from phalanx.page import ControlPage
 from phalanx.wire import INLINE_LIMIT
 from phalanx.worker import fresh
 from phalanx.worker.capture import failure_of
-from phalanx.worker.context import WorkerContext, install_context
+from phalanx.worker.context import WorkerContext
 from phalanx.worker.link import AgentLink
 
 if TYPE_CHECKING:
@@ -115,7 +116,11 @@ def _run(
 
 
 def _load(
-    worker: WorkerSpec, image: ProcessImage, payload_fd: int, context: WorkerContext, link: AgentLink
+    worker: WorkerSpec,
+    image: ProcessImage,
+    payload_fd: int,
+    context: WorkerContext,
+    link: AgentLink,
 ) -> Call:
     from phalanx import payload  # noqa: PLC0415 - a fork has it, a fresh interpreter needs it now
 

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from phalanx.context import SubprocessContext
-from phalanx.errors import NotAWorkerError, SpecError
+from phalanx.errors import SpecError
 from phalanx.messages import Reported
 
 if TYPE_CHECKING:
@@ -18,28 +18,6 @@ if TYPE_CHECKING:
     from phalanx.spec import WorkerSpec
     from phalanx.worker.group import ControlGroup
     from phalanx.worker.link import AgentLink
-
-_current: WorkerContext | None = None
-
-
-def current_context() -> WorkerContext:
-    """Return this worker's context.
-
-    Raises:
-        NotAWorkerError: This process is no worker.
-    """
-    if _current is None:
-        raise NotAWorkerError(
-            "get_context() is for workers: call it inside the function that start_processes "
-            "runs. In the launcher use the object that start_processes returned."
-        )
-    return _current
-
-
-def install_context(context: WorkerContext) -> None:
-    """Make a context the one of this process."""
-    global _current  # noqa: PLW0603 - there is one worker in a process
-    _current = context
 
 
 class WorkerContext(SubprocessContext[Any]):

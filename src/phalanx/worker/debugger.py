@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
-import pdb
-from typing import TYPE_CHECKING
+import pdb  # noqa: T100 - that is the purpose
+from typing import TYPE_CHECKING, Any
 
 from phalanx.messages import DebuggerText
 
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     from phalanx.worker.link import AgentLink
 
 
-class _Terminal(io.TextIOBase):
+class _Terminal:
     """Lines in and text out, by way of agent and launcher."""
 
     def __init__(self, link: AgentLink) -> None:
@@ -28,7 +27,10 @@ class _Terminal(io.TextIOBase):
             self._link.send(DebuggerText(text=whole + newline))
         return len(text)
 
-    def readline(self, size: int | None = -1, /) -> str:  # noqa: ARG002 - io's signature
+    def flush(self) -> None:
+        """Nothing is kept back but the prompt."""
+
+    def readline(self) -> str:
         """Have the launcher show the prompt and read a line."""
         prompt, self._prompt = self._prompt, ""
         return self._link.ask(prompt)
@@ -36,7 +38,7 @@ class _Terminal(io.TextIOBase):
 
 def open_debugger(link: AgentLink, rank: int, frame: FrameType) -> None:
     """Stop in `frame` and talk to whoever sits at the launcher."""
-    terminal = _Terminal(link)
+    terminal: Any = _Terminal(link)  # all that pdb uses of a file
     debugger = pdb.Pdb(stdin=terminal, stdout=terminal)
     debugger.prompt = f"(rank {rank}) "
     debugger.set_trace(frame)

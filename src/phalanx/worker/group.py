@@ -39,9 +39,7 @@ class ControlGroup:
         self._group: dist.ProcessGroup | None = None
         if dist.is_initialized():
             return
-        store = dist.TCPStore(
-            master_addr, master_port, None, is_master=False, timeout=_TIMEOUT
-        )
+        store = dist.TCPStore(master_addr, master_port, None, is_master=False, timeout=_TIMEOUT)
         prefix = dist.PrefixStore(f"phalanx/{worker.generation}", store)
         self._group = dist.ProcessGroupGloo(prefix, worker.rank, worker.world_size, _TIMEOUT)
 
@@ -83,7 +81,7 @@ def backend_of(worker: WorkerSpec) -> str:
         SpecError: NCCL was asked for and this machine has no CUDA.
     """
     if dist.is_initialized():
-        return dist.get_backend()
+        return str(dist.get_backend())
     if worker.backend == "auto":
         return "nccl" if torch.cuda.is_available() else "gloo"
     if worker.backend == "nccl" and not torch.cuda.is_available():

@@ -1,0 +1,48 @@
+# Everything goes through .venv, which is made on first use.
+# Bytecode is wanted here: without it every process compiles every module anew.
+unexport PYTHONDONTWRITEBYTECODE
+unexport PYTHONUNBUFFERED
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.stamp
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format type bench docs check
+
+help: ## Show this list
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+
+setup: $(STAMP) ## Make .venv with everything that is needed
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--editable '.[dev]'
+	touch $@
+
+demo: $(STAMP) ## Train on real data with four workers, one of which is killed
+	$(BIN)/python examples/train_digits.py --kill-rank 2 --kill-epoch 3
+
+test: $(STAMP) ## Run all tests
+	$(BIN)/python -m pytest
+
+lint: $(STAMP) ## Check style, formatting and who imports whom
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/lint-imports
+
+format: $(STAMP) ## Format the code
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+type: $(STAMP) ## Check the types
+	$(BIN)/mypy
+
+bench: $(STAMP) ## Measure, with the peers beside (minutes)
+	$(BIN)/python -m benchmarks
+
+docs: $(STAMP) ## Check that the documentation tells the truth about the code
+	$(BIN)/python -m pytest tests/unit/test_docs.py
+
+check: lint type test demo ## What CI runs

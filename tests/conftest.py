@@ -1,0 +1,203 @@
+"""Shared fixtures: scripts in real processes, and a check that no test leaves anything."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+HERE = Path(__file__).parent
+_CHECKED = ("process", "ranks")
+_OURS = ("phalanx.agent", "phalanx.forkserver")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_state_directory(tmp_path_factory: pytest.TempPathFactory):
+    """Runs of the tests must not land in the user's home."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ.pop("PYTHONUNBUFFERED", None)
+
+
+@dataclass(frozen=True)
+class Leftovers:
+    """What a test could leave behind, as sets of names."""
+
+    processes: frozenset[str]
+    threads: frozenset[str]
+    files: frozenset[str]
+    num_fds: int
+
+    @classmethod
+    def now(cls) -> Leftovers:
+        gc.collect()
+        children = psutil.Process().children(recursive=True)
+        files = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
+        for name in os.listdir(tempfile.gettempdir()):
+            if name.startswith(("phalanx", "torch")):
+                files.add(f"{tempfile.gettempdir()}/{name}")
+        return cls(
+            processes=frozenset(_describe(child) for child in children if not _is_warm(child)),
+            threads=frozenset(
+                f"{t.name} ({t.ident})"
+                for t in threading.enumerate()
+                if not t.name.startswith(("phalanx-send", "phalanx-receive"))
+            ),
+            files=frozenset(files),
+            num_fds=len(os.listdir("/proc/self/fd")),
+        )
+
+    def beyond(self, before: Leftovers) -> list[str]:
+        new = [*(self.processes - before.processes), *(self.threads - before.threads)]
+        new += self.files - before.files
+        # Starting the agent costs descriptors once; a test that loses some loses many.
+        if self.num_fds > before.num_fds + 4:
+            new.append(f"{self.num_fds - before.num_fds} descriptors")
+        return new
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} {' '.join(process.cmdline())[-120:]}"
+    except psutil.Error:
+        return f"{process.pid} (gone)"
+
+
+def _is_warm(process: psutil.Process) -> bool:
+    """The agent and its fork servers stay until this process ends."""
+    try:
+        if process.status() == psutil.STATUS_ZOMBIE and process.ppid() == os.getpid():
+            return False
+        return any(name in " ".join(process.cmdline()) for name in _OURS) and (
+            process.environ().get("PHALANX_WORKER") is None and not _is_session_leader(process)
+        )
+    except psutil.Error:
+        return True  # gone meanwhile
+
+
+def _is_session_leader(process: psutil.Process) -> bool:
+    """A forked worker has the fork server's command line, but leads a session of its own."""
+    own_agent = "phalanx.agent" in " ".join(process.cmdline())
+    return not own_agent and os.getsid(process.pid) == process.pid
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        folder = item.path.relative_to(HERE).parts[0]
+        if folder in _CHECKED:
+            item.add_marker(pytest.mark.usefixtures("nothing_left_behind"))
+
+
+@pytest.fixture
+def nothing_left_behind():
+    """Fails a test that leaves processes, threads, files, shared memory or descriptors."""
+    before = Leftovers.now()
+    yield
+    until = time.monotonic() + 3
+    while (left := Leftovers.now().beyond(before)) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not left, f"left behind: {left}"
+
+
+class Script:
+    """A Python program in a process group of its own."""
+
+    def __init__(self, argv: list[str], cwd: Path, **options) -> None:
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PHALANX"))}
+        env["PYTHONPATH"] = ""
+        env |= options.pop("env", {})
+        self.process = subprocess.Popen(
+            argv,
+            cwd=cwd,
+            env=env,
+            text=True,
+            start_new_session=True,
+            **{"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE,
+               "stderr": subprocess.PIPE, **options},
+        )  # fmt: skip
+        self.pid = self.process.pid
+
+    def finish(self, timeout: float = 60, stdin: str | None = None) -> subprocess.CompletedProcess:
+        try:
+            out, err = self.process.communicate(stdin, timeout=timeout)
+        except subprocess.TimeoutExpired:
+            self.kill_group()
+            out, err = self.process.communicate()
+            raise AssertionError(f"no end after {timeout} s:\n{out}\n{err}") from None
+        return subprocess.CompletedProcess(self.process.args, self.process.returncode, out, err)
+
+    def wait_for_line(self, text: str) -> str:
+        """Read standard output up to a line that contains `text`; return that line."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if text in line:
+                return line
+        raise AssertionError(f"it ended without saying {text!r}: {self.finish()}")
+
+    def kill_group(self) -> None:
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+
+
+@pytest.fixture
+def script(tmp_path: Path):
+    """Start a script from a text; whatever it started is ended with the test."""
+    scripts: list[Script] = []
+
+    def start(source: str, *arguments: str, name: str = "script.py", **options) -> Script:
+        path = tmp_path / name
+        path.write_text(source)
+        scripts.append(Script([sys.executable, str(path), *arguments], tmp_path, **options))
+        return scripts[-1]
+
+    yield start
+    for one in scripts:
+        one.kill_group()
+        one.process.wait()
+        for stream in (one.process.stdout, one.process.stderr, one.process.stdin):
+            if stream is not None:
+                stream.close()
+
+
+@pytest.fixture
+def run_script(script):
+    """Run a script from a text to its end."""
+
+    def run(source: str, *arguments: str, timeout: float = 60, **options):
+        return script(source, *arguments, **options).finish(timeout)
+
+    return run
+
+
+def tagged_processes(tag: str) -> list[int]:
+    """Return the pids of all living processes whose environment or command has `tag`."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.status() == psutil.STATUS_ZOMBIE or process.pid == os.getpid():
+                continue
+            if tag in " ".join(process.cmdline()) or tag in "".join(process.environ().values()):
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+def wait_until(condition, timeout: float = 5.0, what: str = "") -> None:
+    """Wait for a condition; time only bounds it."""
+    until = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < until, f"not within {timeout} s: {what or condition}"
+        time.sleep(0.01)
