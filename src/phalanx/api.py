@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import socket
@@ -25,7 +26,7 @@ from phalanx.messages import Launch, Prewarm
 
 if TYPE_CHECKING:
     from phalanx.events import Event
-    from phalanx.spec import Duration, LaunchSpec
+    from phalanx.spec import Duration, LaunchSpec, ProcessImage
 
 __all__ = ["get_context", "prewarm", "start_processes"]
 
@@ -98,6 +99,14 @@ def start_processes(
         RunDirectoryError: The run directory or `log_dir` can't be written.
     """
     _refuse_in_child()
+    _check_whole_numbers(
+        world_size=world_size,
+        num_processes_per_machine=(
+            1 if num_processes_per_machine is None else num_processes_per_machine
+        ),
+        main_process_port=main_process_port,
+        max_restarts=max_restarts,
+    )
     launch_spec = _launch_spec(
         main_function,
         world_size,
@@ -117,28 +126,16 @@ def start_processes(
         master_port=main_process_port,
     )
     image = process_image(_check_environment(env))
-    payload_fd = _dump_payload(main_function, args, kwargs)
-    listener = _bind(launch_spec.master_addr, main_process_port)
-    if launch_spec.log_dir is not None:
-        paths.check_log_dir(Path(launch_spec.log_dir))
-    run_paths = paths.create_run_directory(launch_spec.run_id)
-    launch_spec = msgspec.structs.replace(
-        launch_spec, master_port=listener.getsockname()[1], run_dir=str(run_paths.root)
-    )
-    paths.write_whole(run_paths.spec, msgspec.json.encode(launch_spec) + b"\n")
-
-    key = fork_server_key(image, () if start_method == "spawn" else launch_spec.preload)
-    link, _ = agent_link(key, image)
-    terminal = Console(launch_spec.run_id, link.send)
-    context: LauncherContext[R] = LauncherContext(
-        launch_spec, link, terminal, on_event, on_ended=_forget_when_fine
-    )
-    console_spec, console_fds = terminal.describe()
-    launch = Launch(spec=launch_spec, key=key, image=image, console=console_spec)
-    stop_signals.run_began(context)
-    launcher_exit.keep(context)
-    link.subscribe(launch_spec.run_id, context)
-    link.send(launch, [payload_fd, listener.detach(), *console_fds])
+    with contextlib.ExitStack() as on_failure:
+        payload_fd = _dump_payload(main_function, args, kwargs)
+        on_failure.callback(os.close, payload_fd)
+        listener = on_failure.enter_context(_bind(launch_spec.master_addr, main_process_port))
+        launch_spec = _open_directories(launch_spec, listener.getsockname()[1])
+        context: LauncherContext[R] = _launch(
+            launch_spec, image, on_event, [payload_fd, listener.fileno()]
+        )
+        listener.detach()  # both descriptors are the link's from here on
+        on_failure.pop_all()
     paths.prune_runs()
     return context
 
@@ -160,6 +157,41 @@ def prewarm(preload: Sequence[str] = ("torch",)) -> None:
         link.send(Prewarm(key=key, image=image))
 
 
+def _open_directories(launch_spec: LaunchSpec, port: int) -> LaunchSpec:
+    """Make the run's directory, and write there what was asked for."""
+    if launch_spec.log_dir is not None:
+        paths.check_log_dir(Path(launch_spec.log_dir))
+    run_paths = paths.create_run_directory(launch_spec.run_id)
+    launch_spec = msgspec.structs.replace(
+        launch_spec, master_port=port, run_dir=str(run_paths.root)
+    )
+    paths.write_whole(run_paths.spec, msgspec.json.encode(launch_spec) + b"\n")
+    return launch_spec
+
+
+def _launch(
+    launch_spec: LaunchSpec,
+    image: ProcessImage,
+    on_event: Callable[[Event], None] | None,
+    fds: list[int],
+) -> LauncherContext[Any]:
+    """Hand the run over to the agent. From here on it lives."""
+    preload = () if launch_spec.start_method == "spawn" else launch_spec.preload
+    key = fork_server_key(image, preload)
+    link, _ = agent_link(key, image)
+    console = Console(launch_spec.run_id, link.send)
+    context: LauncherContext[Any] = LauncherContext(
+        launch_spec, link, console, on_event, on_ended=_forget_when_fine
+    )
+    console_spec, console_fds = console.describe()
+    launch = Launch(spec=launch_spec, key=key, image=image, console=console_spec)
+    stop_signals.run_began(context)
+    launcher_exit.keep(context)
+    link.subscribe(launch_spec.run_id, context)
+    link.send(launch, [*fds, *console_fds])
+    return context
+
+
 # ── checks, before anything is started ───────────────────────────────────────────────────
 
 
@@ -173,14 +205,6 @@ def _launch_spec(
         raise SpecError(f"main_function must be callable, not {type(main_function).__name__}")
     if num_processes_per_machine is None:
         num_processes_per_machine = world_size
-    for name, value in (
-        ("world_size", world_size),
-        ("num_processes_per_machine", num_processes_per_machine),
-        ("main_process_port", fields["master_port"]),
-        ("max_restarts", fields["max_restarts"]),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise SpecError(f"{name} must be a whole number, not {value!r}")
     launch_spec = spec.LaunchSpec(
         run_id=paths.new_run_id(),
         function=getattr(main_function, "__qualname__", repr(main_function)),
@@ -191,6 +215,12 @@ def _launch_spec(
     spec.check_launch(launch_spec)
     _check_backend(launch_spec)
     return launch_spec
+
+
+def _check_whole_numbers(**values: object) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise SpecError(f"{name} must be a whole number, not {value!r}")
 
 
 def _check_backend(launch_spec: LaunchSpec) -> None:

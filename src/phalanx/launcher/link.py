@@ -99,10 +99,11 @@ class AgentLink:
             try:
                 pid, _ = os.waitpid(self.agent_pid, os.WNOHANG)
             except ChildProcessError:
-                return
+                break
             if pid:
-                return
+                break
             time.sleep(0.002)
+        self._channel.close()
 
     # ── threads ──────────────────────────────────────────────────────────────────────────
 

@@ -1,0 +1,409 @@
+"""Whole runs, crashes and restarts included, without a process and without waiting."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx import commands as do
+from phalanx import events as ev
+from phalanx import lifecycle
+from phalanx.errors import IllegalTransitionError
+from phalanx.failures import Exited, Failure, Signaled
+from phalanx.lifecycle import ABORT_GRACE_S, UNKILLABLE_S, VERDICT_S, Policy
+from phalanx.testing import FakeProcesses
+
+SIGKILLED = Signaled(9, "SIGKILL")
+
+
+def run_of(world_size: int = 4, **options) -> FakeProcesses:
+    fakes = {k: options.pop(k) for k in ("stubborn", "unkillable", "slow") if k in options}
+    run = FakeProcesses(Policy(world_size=world_size, **options), **fakes)
+    run.begin()
+    return run
+
+
+def lost_peer(rank: int) -> Failure:
+    return Failure(
+        rank=rank, cause="exception", kind="effect", type_name="RuntimeError", message="closed"
+    )
+
+
+def announced(run: FakeProcesses, kind: type) -> list:
+    return [event for event in run.announced if isinstance(event, kind)]
+
+
+def ordered(run: FakeProcesses, kind: type) -> list[int]:
+    return [order.rank for order in run.orders if isinstance(order, kind)]
+
+
+@pytest.fixture(autouse=True)
+def invariants(monkeypatch):
+    """After every step of every test here the state must make sense."""
+    real = lifecycle.step
+
+    def checked(state, event, now):
+        after, orders = real(state, event, now)
+        ranks = [worker.rank for worker in after.workers]
+        assert ranks == list(range(after.policy.world_size))
+        if after.ended or after.phase in ("ending", "restarting"):
+            assert after.all_gone
+            assert lifecycle.next_deadline(after) is None
+        if after.phase == "starting":
+            assert any(w.phase in ("pending", "starting") for w in after.workers)
+        if after.phase == "stopping":
+            assert not after.all_gone
+            assert all(w.due_s is not None for w in after.workers if not w.gone)
+        assert after.restart_count >= after.generation
+        return after, orders
+
+    monkeypatch.setattr(lifecycle, "step", checked)
+
+
+def test_a_run_in_which_everybody_returns_succeeds():
+    run = run_of(2)
+    assert run.state.phase == "running"
+    run.finish(0)
+    assert run.state.phase == "running"
+    run.finish(1)
+    assert run.state.phase == "succeeded"
+    assert announced(run, ev.RunEnded) == [ev.RunEnded(state="succeeded", restart_count=0)]
+
+
+def test_the_group_runs_once_every_worker_has_entered():
+    run = run_of(2, slow=frozenset({1}))
+    assert run.state.phase == "starting"
+    run.start(1)
+    assert run.state.phase == "running"
+    assert announced(run, ev.GroupRan) == [ev.GroupRan(generation=0)]
+
+
+def test_a_killed_worker_ends_the_generation_and_a_new_one_starts():
+    run = run_of(4, max_restarts=1)
+    run.die(2, signal.SIGKILL)
+    assert ordered(run, do.StopWorker) == [0, 1, 3]
+    assert run.state.generation == 1
+    assert run.state.phase == "running"
+    assert run.state.restart_count == 1
+    (fell,) = announced(run, ev.GroupFell)
+    assert fell.restarting
+    assert (fell.failure.rank, fell.failure.cause, fell.failure.exit) == (2, "signal", SIGKILLED)
+
+
+def test_without_a_restart_left_the_run_fails_and_names_the_culprit():
+    run = run_of(3, max_restarts=1)
+    run.die(1, signal.SIGKILL)
+    run.die(0, signal.SIGSEGV)
+    assert run.state.phase == "failed"
+    first, *others = run.state.failures
+    assert (first.rank, first.exit) == (0, Signaled(11, "SIGSEGV"))
+    assert {failure.kind for failure in others} == {"stopped"}
+
+
+def test_restarts_outside_the_window_do_not_count():
+    run = run_of(1, max_restarts=1, restart_window_s=60.0)
+    run.die(0, signal.SIGKILL)
+    run.pass_time(61)
+    run.die(0, signal.SIGKILL)
+    assert run.state.phase == "running"
+    assert run.state.restart_count == 2
+    run.die(0, signal.SIGKILL)
+    assert run.state.phase == "failed"
+
+
+def test_a_worker_that_never_entered_is_not_started_again():
+    run = run_of(2, max_restarts=5, slow=frozenset({0, 1}))
+    run.feed(ev.WorkerStarted(rank=0, pid=1))
+    run.feed(ev.WorkerExited(rank=0, exit=Exited(1)))
+    assert run.state.phase == "failed"
+    assert run.state.failures[0].cause == "startup"
+    assert run.state.restart_count == 0
+
+
+def test_a_start_that_fails_takes_the_other_starts_back():
+    run = run_of(3, max_restarts=5, slow=frozenset({0, 1, 2}))
+    failure = Failure(rank=0, cause="startup", message="no module", retry=False)
+    run.feed(ev.StartFailed(rank=0, failure=failure))
+    assert ordered(run, do.CancelStart) == [1, 2]
+    assert run.state.phase == "failed"
+    assert run.state.failures == (failure,)
+
+
+def test_workers_that_take_too_long_to_start_fail_the_run():
+    run = run_of(2, start_timeout_s=10.0, slow=frozenset({1}))
+    run.pass_time(9.9)
+    assert run.state.phase == "starting"
+    run.pass_time(0.2)
+    assert run.state.phase == "failed"
+    assert run.state.failures[0].rank == 1
+    assert "start_timeout" in run.state.failures[0].message
+
+
+def test_a_lost_peer_waits_for_the_rank_that_caused_it():
+    run = run_of(3)
+    run.feed(ev.WorkerRaised(rank=0, failure=lost_peer(0)))
+    assert run.state.phase == "running", "the verdict is still open"
+    run.die(2, signal.SIGKILL)
+    (fell,) = announced(run, ev.GroupFell)
+    assert fell.failure.rank == 2
+    assert run.state.phase == "stopping", "rank 0 has spoken, and is still on its way out"
+    run.feed(ev.WorkerExited(rank=0, exit=Exited(1)))
+    assert run.state.phase == "failed"
+
+
+def test_a_lost_peer_is_the_cause_when_no_other_comes():
+    run = run_of(3, stubborn=frozenset({0}))
+    run.feed(ev.WorkerRaised(rank=0, failure=lost_peer(0)))
+    run.pass_time(VERDICT_S - 0.01)
+    assert run.state.phase == "running"
+    run.pass_time(0.02)
+    assert run.state.phase == "stopping"
+    assert announced(run, ev.GroupFell)[0].failure.rank == 0
+
+
+def test_when_all_ranks_are_victims_the_first_counts_at_once():
+    run = run_of(2)
+    run.fail(0, lost_peer(0))
+    run.fail(1, lost_peer(1))
+    assert run.state.phase == "failed"
+    assert announced(run, ev.GroupFell)[0].failure.rank == 0
+
+
+def test_peers_of_a_failed_worker_get_a_second_not_the_grace():
+    run = run_of(2, grace_s=30.0, stubborn=frozenset({1}))
+    run.die(0, signal.SIGKILL)
+    run.pass_time(ABORT_GRACE_S - 0.01)
+    assert run.state.phase == "stopping"
+    run.pass_time(0.02)
+    assert ordered(run, do.KillWorker) == [1]
+    assert run.state.phase == "failed"
+
+
+def test_a_stop_gives_the_grace_then_kills():
+    run = run_of(2, grace_s=30.0, stubborn=frozenset({1}))
+    run.feed(ev.StopRequested(grace_s=5.0))
+    assert do.AnnounceStop() in run.orders
+    assert run.state.phase == "stopping"
+    run.pass_time(4.9)
+    assert ordered(run, do.KillWorker) == []
+    run.pass_time(0.2)
+    assert ordered(run, do.KillWorker) == [1]
+    assert run.state.phase == "stopped"
+
+
+def test_workers_that_return_on_a_stop_are_not_killed():
+    run = run_of(1, stubborn=frozenset({0}))
+    run.feed(ev.StopRequested(grace_s=5.0))
+    run.finish(0)
+    assert run.state.phase == "stopped"
+    assert run.state.workers[0].phase == "succeeded"
+    assert ordered(run, do.KillWorker) == []
+
+
+def test_a_stop_takes_the_place_of_a_restart_that_is_under_way():
+    run = run_of(2, max_restarts=1, stubborn=frozenset({1}))
+    run.die(0, signal.SIGKILL)
+    assert run.state.goal == "restart"
+    run.feed(ev.StopRequested(grace_s=5.0))
+    run.pass_time(ABORT_GRACE_S + 0.1)
+    assert run.state.phase == "stopped"
+    assert run.state.generation == 0
+
+
+def test_a_stop_does_not_hide_a_failure():
+    run = run_of(2, stubborn=frozenset({1}))
+    run.die(0, signal.SIGKILL)
+    run.feed(ev.StopRequested(grace_s=5.0))
+    run.pass_time(ABORT_GRACE_S + 0.1)
+    assert run.state.phase == "failed"
+
+
+def test_a_kill_does_not_wait():
+    run = run_of(3, stubborn=frozenset({0, 1, 2}))
+    run.feed(ev.StopRequested(grace_s=1000.0))
+    run.feed(ev.KillRequested())
+    assert ordered(run, do.KillWorker) == [0, 1, 2]
+    assert run.state.phase == "stopped"
+
+
+def test_a_stop_while_starting_takes_the_starts_back():
+    run = run_of(2, slow=frozenset({0, 1}))
+    run.feed(ev.StopRequested(grace_s=5.0))
+    assert run.state.phase == "stopped"
+
+
+def test_a_worker_that_comes_into_being_too_late_is_killed():
+    state, _ = lifecycle.begin(Policy(world_size=1), 0.0)
+    state, orders = lifecycle.step(state, ev.StopRequested(grace_s=5.0), 0.0)
+    assert do.CancelStart(rank=0) in orders
+    state, orders = lifecycle.step(state, ev.WorkerStarted(rank=0, pid=1), 0.0)
+    assert orders == (do.KillWorker(rank=0),)
+    state, orders = lifecycle.step(state, ev.WorkerExited(rank=0, exit=SIGKILLED), 0.0)
+    assert orders == (do.CloseGeneration(),)
+
+
+def test_an_unkillable_process_is_reported_and_left():
+    run = run_of(2, unkillable=frozenset({1}))
+    run.die(0, signal.SIGKILL)
+    run.pass_time(ABORT_GRACE_S + UNKILLABLE_S + 0.1)
+    assert run.state.phase == "failed"
+    assert ordered(run, do.AbandonWorker) == [1]
+    assert "state D" in announced(run, ev.Warned)[0].message
+
+
+def test_an_abort_at_exit_after_the_return_is_a_warning():
+    run = run_of(1, max_restarts=3)
+    run.finish(0, Signaled(6, "SIGABRT"))
+    assert run.state.phase == "succeeded"
+    assert run.state.restart_count == 0
+    assert "SIGABRT" in announced(run, ev.Warned)[0].message
+
+
+def test_a_process_that_hangs_after_the_return_is_killed_and_has_returned():
+    run = run_of(1, grace_s=10.0)
+    run.feed(ev.WorkerReturned(rank=0))
+    run.pass_time(10.1)
+    assert run.state.phase == "succeeded"
+    assert ordered(run, do.KillWorker) == [0]
+    assert "was killed" in announced(run, ev.Warned)[0].message
+
+
+def test_leaving_with_code_0_counts_as_success_and_is_said():
+    run = run_of(1)
+    run.feed(ev.WorkerExited(rank=0, exit=Exited(0)))
+    assert run.state.phase == "succeeded"
+    assert "before its function returned" in announced(run, ev.Warned)[0].message
+
+
+def test_restart_worker_replaces_only_the_fallen_one():
+    run = run_of(3, max_restarts=2, restart="worker")
+    run.die(1, signal.SIGKILL)
+    assert run.state.phase == "running"
+    assert (run.state.generation, run.state.restart_count) == (0, 1)
+    assert ordered(run, do.StopWorker) == []
+    assert ordered(run, do.StartWorker) == [0, 1, 2, 1]
+    run.fail(2)
+    assert run.state.restart_count == 2
+    run.fail(2)
+    assert run.state.phase == "failed"
+
+
+def test_restart_worker_with_a_process_group_is_an_error_that_says_so():
+    run = run_of(2, max_restarts=2, restart="worker")
+    run.feed(ev.StoreContacted())
+    run.die(1, signal.SIGKILL)
+    assert run.state.phase == "failed"
+    assert 'restart="group"' in run.state.failures[0].message
+
+
+def test_a_restart_on_request_uses_up_nothing():
+    run = run_of(2, max_restarts=0)
+    run.feed(ev.RestartRequested(grace_s=1.0))
+    assert run.state.phase == "running"
+    assert (run.state.generation, run.state.restart_count) == (1, 1)
+    assert run.state.restarted_at == ()
+
+
+def test_a_return_value_that_can_not_travel_is_not_tried_again():
+    run = run_of(1, max_restarts=5)
+    run.fail(0, Failure(rank=0, cause="exception", message="can't pickle", retry=False))
+    assert run.state.phase == "failed"
+
+
+def test_an_exit_completes_the_record_of_the_rank_that_raised():
+    run = run_of(1)
+    run.fail(0)
+    assert run.state.failures[0].exit == Exited(1)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        ev.WorkerStarted(rank=0, pid=7),
+        ev.WorkerEntered(rank=0),
+        ev.WorkerReturned(rank=9),
+        ev.GenerationClosed(generation=0),
+        ev.StartCancelled(rank=0),
+    ],
+)
+def test_an_illegal_pair_raises_with_the_story_and_changes_nothing(event):
+    run = run_of(2)
+    before = run.state
+    with pytest.raises(IllegalTransitionError) as caught:
+        lifecycle.step(run.state, event, run.clock.now)
+    assert run.state == before
+    assert caught.value.story[-1] == "WorkerEntered(1)"
+    assert type(event).__name__ in str(caught.value)
+
+
+def test_a_recorded_log_replays():
+    run = run_of(3, max_restarts=1)
+    run.die(1, signal.SIGKILL)
+    for rank in range(3):
+        run.finish(rank)
+    lines = [msgspec.json.encode(event) for event in run.fed]
+    state, _ = lifecycle.begin(run.policy, 0.0)
+    for line in lines:
+        state, _ = lifecycle.step(state, msgspec.json.decode(line, type=ev.Event), 0.0)
+    assert state.phase == "succeeded"
+    assert state.restart_count == 1
+
+
+_WISHES = (
+    ev.StopRequested(grace_s=3.0),
+    ev.KillRequested(),
+    ev.RestartRequested(grace_s=2.0),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_whatever_happens_a_run_comes_to_an_end(data):
+    """Random faults, wishes and delays: never an illegal pair, and always an end."""
+    world_size = data.draw(st.integers(1, 4))
+    ranks = st.frozensets(st.integers(0, world_size - 1))
+    run = FakeProcesses(
+        Policy(
+            world_size=world_size,
+            max_restarts=data.draw(st.integers(0, 3)),
+            restart=data.draw(st.sampled_from(["group", "worker"])),
+        ),
+        stubborn=data.draw(ranks),
+        unkillable=data.draw(ranks),
+        slow=data.draw(ranks),
+    )
+    run.begin()
+    for _ in range(data.draw(st.integers(0, 12))):
+        _disturb(run, data)
+    run.feed(ev.KillRequested())
+    run.pass_time(UNKILLABLE_S * 4)
+    assert run.state.ended
+    assert isinstance(run.announced[-1], ev.RunEnded)
+
+
+def _disturb(run: FakeProcesses, data) -> None:
+    living = [w for w in run.state.workers if w.alive]
+    choice = data.draw(st.sampled_from(["die", "fail", "lost", "finish", "wish", "time"]))
+    if choice == "wish":
+        run.feed(data.draw(st.sampled_from(_WISHES)))
+    elif choice == "time":
+        run.pass_time(data.draw(st.floats(0, 40)))
+    elif living:
+        worker = data.draw(st.sampled_from(living))
+        if choice == "die":
+            run.die(worker.rank, signal.SIGKILL)
+        elif worker.phase == "running" and choice == "finish":
+            run.finish(worker.rank)
+        elif worker.phase == "running":
+            run.fail(worker.rank, lost_peer(worker.rank) if choice == "lost" else None)
+
+
+def test_states_are_values():
+    state, _ = lifecycle.begin(Policy(world_size=2), 0.0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        state.phase = "failed"  # type: ignore[misc]
