@@ -25,8 +25,9 @@ def main(argv: list[str]) -> None:
     """
     config = json.loads(argv[1])
     kernel.die_with_parent(config["agent_pid"])  # while importing, nobody looks at the socket
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)
+    # Blocked, not ignored: a child has them blocked too until it has its own dispositions, so a
+    # SIGTERM that is meant for a worker a moment after its fork waits for it and is not lost.
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
     kernel.become_subreaper()
     agent_pidfd = kernel.open_pidfd(config["agent_pid"])
     sys.path[:] = config["module_path"]
