@@ -120,9 +120,8 @@ class Script:
             argv,
             cwd=cwd,
             env=env,
-            text=True,
             start_new_session=True,
-            **{"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE,
+            **{"text": True, "stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE,
                "stderr": subprocess.PIPE, **options},
         )  # fmt: skip
         self.pid = self.process.pid

@@ -65,6 +65,7 @@ class WorkerProcess:
         self._native_fd: int | None = None
         self._connection: Connection[WorkerMessage] | None = None
         self._abandoned = False
+        self._early: list[tuple[WorkerMessage, list[int]]] = []
         self.spec = spec
         self.rank = spec.rank
         self.pid: int | None = None
@@ -145,6 +146,9 @@ class WorkerProcess:
             self.signal(signal.SIGKILL)
             return
         self._owner.on_worker_made(self)
+        early, self._early = self._early, []
+        for message, fds in early:
+            self._owner.on_worker_message(self, message, fds)
 
     def on_not_made(self, failure: NotMade) -> None:
         """See `ProcessOwner`."""
@@ -165,7 +169,10 @@ class WorkerProcess:
     # ── the worker says ──────────────────────────────────────────────────────────────────
 
     def _on_message(self, message: WorkerMessage, fds: list[int]) -> None:
-        self._owner.on_worker_message(self, message, fds)
+        if self.pid is None:  # it was quicker than the fork server's word that it exists
+            self._early.append((message, fds))
+        else:
+            self._owner.on_worker_message(self, message, fds)
 
     def _on_connection_closed(self, error: FrameError | None) -> None:
         """Its end is told by the fork server; only nonsense on the line needs an answer."""
