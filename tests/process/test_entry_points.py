@@ -57,7 +57,9 @@ def test_dash_m(tmp_path):
 
 
 def test_a_repl_waits_when_asked_and_shuts_down_when_left(tmp_path):
-    session = PLAIN.replace("\n\ncontext", "\n\n\ncontext") + """
+    session = (
+        PLAIN.replace("\n\ncontext", "\n\n\ncontext")
+        + """
 result = context.wait()
 print("returns", result.returns)
 def forever(rank, world_size):
@@ -66,6 +68,7 @@ def forever(rank, world_size):
 
 context = start_processes(forever, 2)
 """
+    )
     done = subprocess.run(
         [sys.executable, "-i", "-q"], input=session, text=True, capture_output=True, timeout=60,
         cwd=tmp_path,
@@ -79,7 +82,7 @@ def test_a_notebook(tmp_path):
     nbclient = pytest.importorskip("nbclient")
     import nbformat
 
-    second = PLAIN.split("\n\n")[-1]
+    second = PLAIN.rsplit("\n\n", maxsplit=1)[-1]
     notebook = nbformat.v4.new_notebook(
         cells=[
             nbformat.v4.new_code_cell(PLAIN),
@@ -90,7 +93,9 @@ def test_a_notebook(tmp_path):
                 "try:\n    start_processes(fail, 2).wait()\n"
                 "except Exception as error:\n    print(str(error).splitlines()[0])"
             ),
-            nbformat.v4.new_code_cell("start_processes(main_worker, 2, preload=('torch',)) and None"),
+            nbformat.v4.new_code_cell(
+                "start_processes(main_worker, 2, preload=('torch',)) and None"
+            ),
         ]
     )
     client = nbclient.NotebookClient(

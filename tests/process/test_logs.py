@@ -211,9 +211,7 @@ def test_a_log_directory_without_space_is_said_once(script, tmp_path):
     if mount.returncode:
         pytest.skip("mounting is not allowed here")
     try:
-        started = script(
-            FLOOD.format(lines=2000, options=f", log_dir={str(small)!r}"), text=False
-        )
+        started = script(FLOOD.format(lines=2000, options=f", log_dir={str(small)!r}"), text=False)
         out, err = started.process.communicate(timeout=60)
         assert started.process.returncode == 0
         check_flood(out, 2000)

@@ -83,7 +83,13 @@ def test_a_worker_learns_its_place_on_emulated_machines():
 def ask_for_launcher_things(rank, world_size):
     context = get_context()
     said = []
-    for ask in (context.wait, context.shutdown, context.pids, context.events, lambda: context.state):
+    for ask in (
+        context.wait,
+        context.shutdown,
+        context.pids,
+        context.events,
+        lambda: context.state,
+    ):
         try:
             ask()
         except NotALauncherError as error:
@@ -169,6 +175,7 @@ def raise_odd(rank, world_size, which):
     if which == "unprintable":
         raise Unprintable
     if which == "local":
+
         class Local(Exception):
             lock = __import__("threading").Lock()
 
@@ -224,7 +231,8 @@ def leave(rank, world_size, how):
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "cause"), [("exit 3", 3, "exit"), ("exit text", 1, "exit"), ("_exit 5", 5, "exit")]
+    ("how", "code", "cause"),
+    [("exit 3", 3, "exit"), ("exit text", 1, "exit"), ("_exit 5", 5, "exit")],
 )
 def test_leaving_with_a_code_is_a_failure(how, code, cause):
     with pytest.raises(WorkerFailedError) as caught:
@@ -427,7 +435,9 @@ def test_reports_and_events_reach_the_launcher_and_the_log():
     context = light(report_things, 2, on_event=heard.append)
     assert "report(bad=…)" in context.wait().returns[0]
     events = list(context.events())
-    reports = {event.rank: event.metrics for event in events if isinstance(event, ev.WorkerReported)}
+    reports = {
+        event.rank: event.metrics for event in events if isinstance(event, ev.WorkerReported)
+    }
     assert reports[1] == {"loss": 0.5, "step": 1, "name": "a", "fine": True, "nothing": None}
     names = [type(event).__name__ for event in events]
     assert names[0] == "RunStarted"

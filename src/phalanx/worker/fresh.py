@@ -8,22 +8,18 @@ be undone is little and known, and each piece stands here under its own name.
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib.machinery
 import os
 import random
 import resource
 import signal
 import sys
-import threading
 import types
 from multiprocessing import process as mp_process
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from phalanx.spec import ProcessImage
-
-_TORCH_DEFAULT_SEED = 67280421310721  # c10/core/GeneratorImpl.h: default_rng_seed_val
 
 
 def enter_surroundings(image: ProcessImage) -> None:
@@ -95,7 +91,7 @@ def _reset_libraries(environment: dict[str, str]) -> None:
         numpy.random.seed()
     torch = sys.modules.get("torch")
     if torch is not None:
-        torch.random.default_generator.manual_seed(_TORCH_DEFAULT_SEED)
+        torch.random.default_generator.seed()  # a fresh process draws its seed, too
     _set_threads(torch, numpy, environment)
 
 
@@ -124,13 +120,3 @@ def _count(text: str | None) -> int | None:
 def _reset_multiprocessing() -> None:
     """The authentication key is made at import and must not be the same in all workers."""
     mp_process.current_process().authkey = os.urandom(32)
-
-
-def check_single_thread() -> None:
-    """A fork has one thread, and it is the main one."""
-    assert threading.current_thread() is threading.main_thread()  # noqa: S101 - our own bug
-
-
-def collect_garbage_later() -> None:
-    """Leave the server's objects frozen: collecting them would copy every shared page."""
-    gc.enable()
