@@ -13,6 +13,8 @@ from __future__ import annotations
 import builtins
 import dis
 import io
+import linecache
+import os.path
 import pickle
 import sys
 import types
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _CONTEXT_NAME = "context"
+_DYNAMIC = "<dynamic-code>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +69,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         main = _main_globals()
         self.globals_ref[id(main)] = _MainGlobals()
         self.taken: dict[str, object] = {}
+        self.sources: dict[str, list[str]] = {}
         self.wants_context = False
 
     def reducer_override(self, obj: Any) -> Any:  # noqa: ANN401 - pickle's own signature
@@ -74,7 +78,20 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
                 self.taken[obj.__name__] = obj
             if isinstance(obj, types.FunctionType):
                 self.wants_context |= _uses_missing_context(obj)
+        if isinstance(obj, types.CodeType):
+            return self._reduce_code(obj)
         return super().reducer_override(obj)
+
+    def _reduce_code(self, code: types.CodeType) -> tuple[Any, tuple[Any, ...]]:
+        """Keep the file's name, which cloudpickle replaces: tracebacks need it.
+
+        Where there is no such file (a notebook's cell), the lines travel along.
+        """
+        make, parts = self.dispatch_table[types.CodeType](code)
+        name = code.co_filename
+        if name not in self.sources and not os.path.exists(name):  # noqa: PTH110 - a name
+            self.sources[name] = linecache.getlines(name)
+        return make, tuple(name if part == _DYNAMIC else part for part in parts)
 
 
 def _uses_missing_context(function: types.FunctionType) -> bool:
@@ -109,7 +126,7 @@ def dump_call(call: Call, file: BinaryIO) -> None:
     pickler = _Pickler(file)
     try:
         pickler.dump((call.function, call.args, call.kwargs))
-        pickler.dump((pickler.taken, pickler.wants_context))
+        pickler.dump((pickler.taken, pickler.sources, pickler.wants_context))
     except Exception as error:
         raise PayloadError(_blame(call, error)) from error
 
@@ -122,7 +139,9 @@ def load_call(data: mmap.mmap, context: object) -> Call:
     """
     unpickler = pickle.Unpickler(data)  # noqa: S301 - from our own launcher, by descriptor
     function, args, kwargs = unpickler.load()
-    taken, wants_context = unpickler.load()
+    taken, sources, wants_context = unpickler.load()
+    for name, lines in sources.items():
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
     main = _main_globals()
     for name, value in taken.items():
         main.setdefault(name, value)
