@@ -1,0 +1,1 @@
+"""Measurements, with the peers beside them in the same run: ``python -m benchmarks``."""
