@@ -1,0 +1,53 @@
+"""The documentation tells the truth about the code, as far as a machine can check it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import phalanx
+from phalanx.lifecycle import table_as_markdown
+from phalanx.launcher.context import LauncherContext
+from phalanx.worker.context import WorkerContext
+
+ROOT = Path(__file__).parents[2]
+BEGIN = "<!-- lifecycle table: checked against the code by tests/unit/test_docs.py -->\n"
+END = "<!-- end of lifecycle table -->"
+
+
+def test_the_lifecycles_table_is_the_codes():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    written = text.partition(BEGIN)[2].partition(END)[0].strip()
+    assert written == table_as_markdown(), "put the output of table_as_markdown() there"
+
+
+def test_links_and_files_that_are_named_exist():
+    for page in (ROOT / "README.md", ROOT / "docs" / "architecture.md", ROOT / "CHANGELOG.md"):
+        text = page.read_text()
+        for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", text):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} → {target}"
+        for path in re.findall(r"`((?:tests|examples|benchmarks|docs)/[\w/.]+)`", text):
+            assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+def test_make_targets_that_are_named_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for page in ("README.md", "docs/architecture.md"):
+        for target in re.findall(r"`?make (\w+)`?", (ROOT / page).read_text()):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_every_public_name_is_documented():
+    for name in phalanx.__all__:
+        assert inspect.getdoc(getattr(phalanx, name)), name
+
+
+def test_both_sides_fill_in_the_surface():
+    """Whatever the surface has, one side or the other implements."""
+    for name, member in vars(phalanx.SubprocessContext).items():
+        if name.startswith("_"):
+            continue
+        assert name in vars(LauncherContext) | vars(WorkerContext) or name == "get_master_rank"
+        assert inspect.getdoc(member), name
