@@ -137,7 +137,8 @@ class Agent:
             case Hello():
                 pass
             case Prewarm(key=key, image=image):
-                self.servers.get(key, image)
+                server = self.servers.get(key, image)
+                server.when_ready(lambda: self.servers.improve(key))
             case Launch():
                 self._launch(connection, message, fds)
             case _:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 _BEREAVED_PATIENCE_S = 1.0
 _BEREAVED_POLL_S = 0.002
+_REAP_POLL_S = 0.05
 
 HEAVY_PRELOAD = ("torch._dynamo", "torch.optim")
 """What the first optimizer of a process imports (1 s): a successor gets it in the background."""
@@ -327,7 +328,15 @@ class ForkServers:
         for server in [server for server in self._retired if server.ready and server.idle]:
             self._retired.remove(server)
             server.close()
-            self.loop.call_later(0.1, _reap_if_ours, server.pid)
+            self._reap_soon(server.pid)
+
+    def _reap_soon(self, pid: int | None) -> None:
+        """Collect a server that was let go; a successor's is its predecessor's to collect."""
+        with contextlib.suppress(ChildProcessError):
+            if pid is not None and kernel.peek_exit(pid) is None:
+                self.loop.call_later(_REAP_POLL_S, self._reap_soon, pid)
+            elif pid is not None:
+                kernel.reap(pid)
 
     def sweep_bereaved(self, tag: str) -> bool:
         """Kill what came to the agent itself because a fork server died; True when clean."""
@@ -361,12 +370,6 @@ class ForkServers:
                 self._succeeded.discard(key)
         if server in self._retired:
             self._retired.remove(server)
-
-
-def _reap_if_ours(pid: int | None) -> None:
-    with contextlib.suppress(ChildProcessError):
-        if pid is not None and kernel.peek_exit(pid) is not None:
-            kernel.reap(pid)
 
 
 def _close_all(fds: Sequence[int]) -> None:

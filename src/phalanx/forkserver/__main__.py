@@ -33,23 +33,31 @@ def main(argv: list[str]) -> None:
     sys.path[:] = config["module_path"]
     channel: Channel[ForkServerOrder] = Channel(socket.socket(fileno=int(argv[0])), ForkServerOrder)
     _serve(channel, agent_pidfd, config["preload"])
+    os._exit(0)  # taking torch apart would only take time
 
 
 def _serve(channel: Channel[ForkServerOrder], agent_pidfd: int | None, modules: list[str]) -> None:
+    """Preload and serve; in a child that is to succeed the server, once more from the start."""
+    is_successor = False
     while True:
         channel.send(ServerStarted(pid=os.getpid()))
         outcome = preload(modules)
+        if is_successor:  # nobody waits for it, so it can take the time
+            kernel.collapse_memory()
         if outcome.failed is not None:
             channel.send(outcome.failed)
             return
+        # From here on the loop watches the agent itself. Before the agent hears of it: it may
+        # then let the server go that this one succeeds, its parent.
+        kernel.outlive_parent()
         channel.send(ServerReady(unfit=outcome.unfit))
-        kernel.outlive_parent()  # from here on the loop watches the agent itself
         job = ForkServer(channel, agent_pidfd).serve()
         if job is None:
             return
         if not isinstance(job.order, MakeSuccessor):
             _become_child(job)
         channel, agent_pidfd, modules = _become_successor(job, job.order)
+        is_successor = True
 
 
 def _become_successor(

@@ -21,7 +21,12 @@ from phalanx.messages import PreloadFailed
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-OWN_MODULES: Final = ("phalanx.worker.bootstrap", "phalanx.worker.context", "cloudpickle")
+OWN_MODULES: Final = (
+    "phalanx.worker.bootstrap",
+    "phalanx.worker.context",
+    "phalanx.payload",
+    "mmap",
+)
 """What every worker imports first."""
 
 WITH_TORCH: Final = (

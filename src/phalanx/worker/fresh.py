@@ -87,8 +87,9 @@ def _set_standard_streams() -> None:
 
 def _reset_libraries(environment: dict[str, str]) -> None:
     numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed()
+    numpy_random = sys.modules.get("numpy.random")  # imported by numpy when it is first used
+    if numpy_random is not None:
+        numpy_random.seed()
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.random.default_generator.seed()  # a fresh process draws its seed, too
