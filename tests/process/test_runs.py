@@ -504,8 +504,12 @@ def test_the_run_directory_is_private_and_tells_what_was_asked():
         ({"env": {"A=B": "1"}}, SpecError, "environment variable"),
         ({"console": [7]}, SpecError, "no rank 7"),
         ({"console": "some"}, SpecError, "console must be"),
-        ({"args": (open(os.devnull, "wb"),)}, PayloadError, "args[0]"),
-        ({"kwargs": {"lock": __import__("threading").Lock()}}, PayloadError, "argument 'lock'"),
+        ({"args": (open(os.devnull, "wb"),)}, PayloadError, "argument 'base' (index 0)"),
+        (
+            {"kwargs": {"lock": __import__("threading").Lock()}},
+            PayloadError,
+            "keyword argument 'lock'",
+        ),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )

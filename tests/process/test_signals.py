@@ -42,14 +42,14 @@ def test_ctrl_c_while_the_workers_run(script, rest):
     started.wait_for_line("WORKING")
     os.kill(started.pid, signal.SIGINT)
     interrupted_cleanly(started)
-    wait_until(lambda: not tagged_processes(run_id), 1)
+    wait_until(lambda: not tagged_processes(run_id), 10)
 
 
 def test_ctrl_c_while_the_fork_server_imports(script):
     started, run_id = start(script, "context.wait()", preload=("torch",))
     os.kill(started.pid, signal.SIGINT)
     interrupted_cleanly(started, 5)
-    wait_until(lambda: not tagged_processes(run_id), 1)
+    wait_until(lambda: not tagged_processes(run_id), 10)
 
 
 def test_ctrl_c_during_a_restart(script):
@@ -132,7 +132,7 @@ def test_a_signal_that_stops_the_run_ends_the_launcher_as_it_would_have(script, 
     done = started.finish(20)
     assert done.returncode == -signum
     assert "Traceback" not in done.stderr
-    wait_until(lambda: not tagged_processes(run_id), 1)
+    wait_until(lambda: not tagged_processes(run_id), 10)
 
 
 def test_a_handler_of_the_user_gets_the_signal_after_the_stop(script):

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import phalanx
-from phalanx.lifecycle import table_as_markdown
 from phalanx.launcher.context import LauncherContext
+from phalanx.lifecycle import table_as_markdown
 from phalanx.worker.context import WorkerContext
 
 ROOT = Path(__file__).parents[2]

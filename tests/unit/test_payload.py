@@ -1,168 +1,394 @@
 from __future__ import annotations
 
+import builtins
 import functools
 import io
+import linecache
+import pickle
 import sys
 import threading
 import types
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
+import cloudpickle.cloudpickle as tracker
 import pytest
 
 from phalanx import payload
 from phalanx.context import SubprocessContext
 from phalanx.errors import PayloadError
 
+OWN = "the worker's context"
 
-class Carried:
-    """Stands for a class defined in a script (see `in_main`)."""
+
+class Process:
+    """A `__main__`, and what payload and cloudpickle remember, as a process of its own."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.main = types.ModuleType("__main__")
+        self._registry = payload._Registry()
+        self._trackers = (WeakKeyDictionary(), WeakValueDictionary())
+        self._monkeypatch = monkeypatch
+
+    @contextmanager
+    def here(self):
+        with self._monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "__main__", self.main)
+            patch.setattr(payload, "_registry", self._registry)
+            patch.setattr(tracker, "_DYNAMIC_CLASS_TRACKER_BY_CLASS", self._trackers[0])
+            patch.setattr(tracker, "_DYNAMIC_CLASS_TRACKER_BY_ID", self._trackers[1])
+            yield self.main
+
+    def define(self, source: str, filename: str = "<script>") -> types.ModuleType:
+        with self.here():
+            exec(compile(source, filename, "exec", dont_inherit=True), self.main.__dict__)
+        return self.main
+
+
+class Pair:
+    """A launcher with a script, and a worker."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.launcher = Process(monkeypatch)
+        self.worker = Process(monkeypatch)
+
+    def send(self, function, *args, **kwargs) -> payload.Call:
+        file = io.BytesIO()
+        with self.launcher.here():
+            payload.dump_call(payload.Call(function=function, args=args, kwargs=kwargs), file)
+        with self.worker.here() as main:
+            return payload.load_call(file.getvalue(), context=OWN, main=main)
+
+    def call(self, function, *args, **kwargs):
+        """Run a function in the worker, as rank 0 of 1."""
+        call = self.send(function, *args, **kwargs)
+        with self.worker.here():
+            return call.function(0, 1, *call.args, **call.kwargs)
+
+    def back(self, value):
+        """Send a value home."""
+        file = io.BytesIO()
+        with self.worker.here():
+            payload.dump_value(value, file)
+        with self.launcher.here():
+            return payload.load_value(file.getvalue())
 
 
 @pytest.fixture
-def in_main(monkeypatch):
-    """Run source in a `__main__` of its own; return a way to send calls to another one."""
-    launcher = types.ModuleType("__main__")
-    monkeypatch.setitem(sys.modules, "__main__", launcher)
-
-    def define(source: str) -> types.ModuleType:
-        exec(compile(source, "<script>", "exec"), launcher.__dict__)
-        return launcher
-
-    def send(function, *args, context="the worker's context", **kwargs) -> tuple:
-        file = io.BytesIO()
-        payload.dump_call(payload.Call(function=function, args=args, kwargs=kwargs), file)
-        worker = types.ModuleType("__main__")
-        monkeypatch.setitem(sys.modules, "__main__", worker)
-        file.seek(0)
-        call = payload.load_call(file, context)
-        return call, worker
-
-    define.send = send  # type: ignore[attr-defined]
-    return define
+def pair(monkeypatch):
+    return Pair(monkeypatch)
 
 
-def run(call: payload.Call):
-    return call.function(*call.args, **call.kwargs)
+# ── what comes along ─────────────────────────────────────────────────────────────────────
 
 
-def test_a_function_takes_what_it_uses_and_nothing_else(in_main):
-    main = in_main(
+def test_a_function_takes_what_it_uses_and_nothing_else(pair):
+    main = pair.launcher.define(
         "import threading\nUSED = 2\nUNUSED = threading.Lock()\n"
         "def helper(x): return x * USED\n"
-        "def f(rank, size): return helper(rank) + size\n"
+        "def f(rank, size, x): return helper(x) + size\n"
     )
-    call, worker = in_main.send(main.f, 3, 4)
-    assert run(call) == 10
+    call = pair.send(main.f, 5)
+    worker = pair.worker.main
+    assert call.function(0, 1, *call.args) == 11
+    assert call.function is not main.f
     assert worker.f is call.function
-    assert worker.f.__globals__ is worker.__dict__
+    assert worker.f.__globals__ is worker.helper.__globals__ is worker.__dict__
     assert not hasattr(worker, "UNUSED")
 
 
-@pytest.mark.parametrize(
-    ("source", "expression"),
-    [
-        ("f = lambda rank, size: rank + size", "f"),
-        ("class C:\n    def __call__(self, rank, size): return rank + size", "C()"),
-        ("class C:\n    def go(self, rank, size): return rank + size", "C().go"),
-        ("import functools\ndef g(x, rank, size): return x + rank + size - 5", "functools.partial(g, 5)"),
-        ("def outer(k):\n    def f(rank, size): return rank + size + k\n    return f", "outer(0)"),
-        ("def f(rank, size): return rank + size if rank == 3 else f(3, size)", "f"),
-        ("def even(n, s): return odd(n, s)\ndef odd(n, s): return n + s if n else even(1, s)", "even"),
-        ("import functools\ndef deco(g):\n    @functools.wraps(g)\n    def w(*a): return g(*a)\n    return w\n"
-         "@deco\ndef f(rank, size): return rank + size", "f"),
-        ("import dataclasses, enum\n@dataclasses.dataclass\nclass D:\n    x: int\nclass E(enum.Enum):\n    A = 0\n"
-         "def f(rank, size): return D(rank).x + size + E.A.value", "f"),
-    ],
-)  # fmt: skip
-def test_all_kinds_of_functions_travel(in_main, source, expression):
-    main = in_main(source)
-    call, _ = in_main.send(eval(expression, main.__dict__), 3, 4)
-    assert run(call) == 7
+KINDS = [
+    ("f = lambda r, s: 7", "f"),
+    ("class C:\n    def __call__(self, r, s): return 7", "C()"),
+    ("class C:\n    def go(self, r, s): return 7", "C().go"),
+    ("class C:\n    @classmethod\n    def go(cls, r, s): return 7", "C.go"),
+    ("import functools\ndef g(x, r, s): return x", "functools.partial(g, 7)"),
+    ("def outer(k):\n    def f(r, s): return r + k\n    return f", "outer(7)"),
+    ("def f(r, s): return 7 if r == 3 else f(3, s)", "f"),
+    ("def even(n, s): return odd(n + 1, s)\ndef odd(n, s): return 7 if n > 2 else even(n, s)", "even"),
+    ("import functools\ndef deco(g):\n    @functools.wraps(g)\n    def w(*a): return g(*a) + 1\n    return w\n"
+     "@deco\ndef f(r, s): return 6", "f"),
+    ("class A:\n    def x(self): return 3\nclass B(A):\n    def x(self): return super().x() + 4\n"
+     "def f(r, s): return B().x()", "f"),
+    ("import dataclasses, enum\n@dataclasses.dataclass(frozen=True, slots=True)\nclass D:\n    x: int = 3\n"
+     "class E(enum.Enum):\n    A = 4\n    def twice(self): return self.value * 2\n"
+     "def f(r, s): return D().x + E.A.twice() - E(4).value", "f"),
+    ("import enum\nclass F(enum.IntFlag):\n    A = 3\n    B = 4\ndef f(r, s): return int(F.A | F.B)", "f"),
+    ("import abc\nclass A(abc.ABC):\n    @abc.abstractmethod\n    def x(self): ...\nclass B(A):\n    def x(self): return 7\n"
+     "def f(r, s): return B().x() if isinstance(B(), A) else 0", "f"),
+    ("from typing import Generic, TypeVar\nT = TypeVar('T')\nclass Box(Generic[T]):\n    def __init__(self, x: T): self.x = x\n"
+     "def f(r, s, b: Box[int] | None = None): return Box[int](7).x", "f"),
+    ("from typing import NamedTuple, Protocol\nclass N(NamedTuple):\n    x: int\nclass P(Protocol):\n    x: int\n"
+     "def f(r, s, p: P | None = None): return N(7)._replace(x=7).x", "f"),
+    # What cloudpickle 3.1.3 can't do by itself.
+    ("import functools\n@functools.lru_cache\ndef fib(n): return n if n < 2 else fib(n - 1) + fib(n - 2)\n"
+     "def f(r, s): return fib(6) - 1", "f"),
+    ("import functools\nclass C:\n    @functools.cached_property\n    def x(self): return 7\ndef f(r, s): return C().x", "f"),
+    ("from typing import *\nP = ParamSpec('P')\nR = TypeVar('R')\nU = NewType('U', int)\n"
+     "def deco(g: Callable[P, R]) -> Callable[P, R]:\n"
+     "    def w(*a: P.args, **k: P.kwargs) -> R: return g(*a, **k)\n    return w\n"
+     "@deco\ndef f(r: U, s: int) -> U: return U(deco(lambda: 7)())", "f"),
+    ("K = 7\ndef f(r, s):\n    class C:\n        k = K\n        K = k\n    return C.K", "f"),
+]  # fmt: skip
 
 
-def test_a_class_reached_only_through_an_argument_is_found_under_its_name(in_main):
-    import pickle
+@pytest.mark.parametrize(("source", "expression"), KINDS)
+def test_all_kinds_of_functions_travel(pair, source, expression):
+    main = pair.launcher.define(source)
+    assert pair.call(eval(expression, main.__dict__)) == 7
 
-    main = in_main("class Point:\n    pass\ndef f(rank, size, point): return point\n")
-    call, worker = in_main.send(main.f, 0, 1, main.Point())
-    point = run(call)
-    assert type(point) is worker.Point
-    assert type(pickle.loads(pickle.dumps(point))) is worker.Point
+
+def test_functions_of_modules_travel_by_reference(pair):
+    call = pair.send(functools.partial(threading.Lock))
+    assert call.function.func is threading.Lock
+    assert pair.send(functools.wraps).function is functools.wraps
+
+
+def test_a_module_that_is_missing_is_an_import_error(pair, monkeypatch):
+    module = types.ModuleType("phalanx_test_gone")
+    exec("def f(rank, size): pass", module.__dict__)
+    monkeypatch.setitem(sys.modules, "phalanx_test_gone", module)
     file = io.BytesIO()
-    payload.dump_value(point, file)
-    assert type(payload.load_value(file.getvalue())) is main.Point, "home again"
+    payload.dump_call(payload.Call(function=module.f, args=(), kwargs={}), file)
+    monkeypatch.delitem(sys.modules, "phalanx_test_gone")
+    with pytest.raises(ModuleNotFoundError, match="phalanx_test_gone"):
+        payload.load_call(file.getvalue(), None)
+
+
+def test_a_call_can_be_read_from_a_file_and_leaves_builtins_alone(pair):
+    main = pair.launcher.define("def f(rank, size): return len('abc')")
+    file = io.BytesIO()
+    with pair.launcher.here():
+        payload.dump_call(payload.Call(function=main.f, args=(), kwargs={}), file)
+    file.seek(0)
+    pair.worker.main.__builtins__ = builtins  # as in a real `__main__`
+    with pair.worker.here():
+        assert payload.load_call(file, None).function(0, 1) == 3
+    assert pair.worker.main.__builtins__ is builtins
+
+
+def test_what_the_workers_main_has_is_not_overwritten(pair):
+    main = pair.launcher.define(
+        "'''About.'''\nK = 1\nclass A: pass\ndef f(rank, size, a): return K, __doc__"
+    )
+    pair.worker.define("K = 2\nA = 'taken'")
+    assert pair.call(main.f, main.A()) == (2, "About.")
+    assert pair.worker.main.A == "taken"
+
+
+def test_a_decorated_function_keeps_its_name_from_the_one_inside(pair):
+    main = pair.launcher.define(
+        "import functools\ndef deco(g):\n    @functools.wraps(g)\n    def w(*a): return g(*a)\n    return w\n"
+        "@deco\ndef f(rank, size): return 1\n"
+    )
+    call = pair.send(main.f)
+    assert pair.worker.main.f is call.function
+    assert call.function.__wrapped__ is not call.function
+
+
+# ── classes ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_class_reached_only_through_an_argument_pickles_both_ways(pair):
+    main = pair.launcher.define(
+        "class Point:\n    class Inner: pass\ndef f(rank, size, *points): return points\n"
+    )
+    sent = (main.Point(), main.Point.Inner())
+    received = pair.call(main.f, *sent)
+    with pair.worker.here() as worker:
+        assert [type(x) for x in received] == [worker.Point, worker.Point.Inner]
+        again = pickle.loads(pickle.dumps(received))  # plain pickle
+        assert [type(x) for x in again] == [worker.Point, worker.Point.Inner]
+    assert worker.Point is not main.Point
+    assert [type(x) for x in pair.back(received)] == [main.Point, main.Point.Inner]
+
+
+def test_what_comes_home_changes_nothing_there(pair):
+    main = pair.launcher.define(
+        "K = 1\nclass A:\n    shared = 0\n    def m(self): return K, context\n"
+        "def f(rank, size):\n    global K, NEW\n    K, NEW, A.shared = 99, 1, context\n    return A()\n"
+    )
+    method, before = main.A.m, main.__builtins__
+    home = pair.back(pair.call(main.f))
+    assert type(home) is main.A
+    assert (main.K, main.A.shared, main.A.m) == (1, 0, method)
+    assert not hasattr(main, "NEW")
+    assert not hasattr(main, "context")
+    assert main.__builtins__ is before
+
+
+def test_a_class_that_the_worker_made_unpicklable_comes_home(pair):
+    main = pair.launcher.define(
+        "import threading\nlock = None\nclass A:\n    def m(self): return lock\n"
+        "def f(rank, size):\n    global lock\n    lock = A.lock = threading.Lock()\n    return A()\n"
+    )
+    assert type(pair.back(pair.call(main.f))) is main.A
+
+
+def test_a_class_of_the_worker_comes_home_with_all_it_has(pair):
+    main = pair.launcher.define(
+        "def f(rank, size):\n    class Local:\n        def m(self): return 7\n    return [Local(), Local()]\n"
+    )
+    one, two = pair.back(pair.call(main.f))
+    assert one.m() == 7
+    assert type(one) is type(two)
+
+
+def test_a_function_comes_home_as_itself_and_a_new_one_with_the_launchers_globals(pair):
+    main = pair.launcher.define(
+        "import threading\nK = 1\ndef helper(): return K\n"
+        "def f(rank, size):\n    global K\n    K, helper.tag = threading.Lock(), 1\n"
+        "    return helper, lambda: (K, helper())\n"
+    )
+    helper, new = pair.back(pair.call(main.f))
+    assert helper is main.helper
+    assert not hasattr(helper, "tag")
+    assert new() == (1, 1), "the launcher's K: the worker's can't even be pickled"
+
+
+def test_a_class_that_was_not_sent_from_here_says_so(pair, monkeypatch):
+    main = pair.launcher.define("class A: pass\ndef f(rank, size): return A()")
+    value = pair.call(main.f)
+    pair.launcher = Process(monkeypatch)  # another process reads the result
+    with pytest.raises(LookupError, match="class A was not sent from this process"):
+        pair.back(value)
+
+
+# ── the context ──────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
     "body",
-    ["context", "[context for _ in range(1)][0]", "(lambda: context)()"],
+    [
+        "return context",
+        "return [context for _ in range(1)][0]",
+        "return (lambda: context)()",
+        "class C:\n        c = context\n    return C.c",
+    ],
 )
-def test_context_is_bound_where_the_script_left_it_undefined(in_main, body):
-    main = in_main(f"def f(rank, size): return {body}\n")
-    call, worker = in_main.send(main.f, 0, 1)
-    assert run(call) == "the worker's context"
-    assert worker.context == "the worker's context"
+def test_context_is_bound_where_the_script_left_it_undefined(pair, body):
+    main = pair.launcher.define(f"def f(rank, size):\n    {body}\n")
+    assert pair.call(main.f) == OWN
+    assert pair.worker.main.context == OWN
 
 
-def test_a_context_of_the_script_is_left_alone(in_main):
-    main = in_main("context = 'mine'\ndef f(rank, size): return context\n")
-    assert run(in_main.send(main.f, 0, 1)[0]) == "mine"
-    main = in_main("def g(rank, size):\n    context = 'local'\n    return context\n")
-    call, worker = in_main.send(main.g, 0, 1)
-    assert run(call) == "local"
-    assert not hasattr(worker, "context")
+def test_a_context_of_the_scripts_own_making_is_left_alone(pair):
+    main = pair.launcher.define(
+        "context = 'mine'\ndef f(rank, size): return context\n"
+        "def g(rank, size):\n    context = 'local'\n    return context, rank.__class__.__name__\n"
+    )
+    assert pair.call(main.f) == "mine"
+    del main.context
+    pair.worker.main.__dict__.pop("context")
+    assert pair.call(main.g) == ("local", "int")
+    assert not hasattr(pair.worker.main, "context")
 
 
-def test_a_context_object_becomes_the_workers_own(in_main, monkeypatch):
-    from phalanx import context as module
+def test_a_context_reached_any_way_is_the_workers_own(pair):
+    class Launcher(SubprocessContext):
+        lock = threading.Lock()
 
-    own = SubprocessContext()
-    monkeypatch.setattr(module, "_of_this_worker", own)
-    main = in_main("def f(rank, size, given): return context, given\n")
-    main.context = SubprocessContext()
-    call, _ = in_main.send(main.f, 0, 1, main.context)
-    assert run(call) == (own, own)
+    given = Launcher()
+    main = pair.launcher.define(
+        "def outer(c):\n    def f(rank, size, a, *, k): return context, c, a[0], k\n    return f\n"
+    )
+    main.context = given
+    assert pair.call(main.outer(given), [given], k=given) == (OWN,) * 4
 
 
-def test_tracebacks_keep_file_and_lines(in_main):
-    import linecache
+def test_a_context_does_not_leave_its_worker(pair):
+    with pytest.raises(PayloadError, match="its item 'c', can't travel to the launcher.*context"):
+        pair.back({"c": SubprocessContext()})
 
+
+# ── sources ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_tracebacks_keep_file_and_lines(pair, monkeypatch):
     source = "def f(rank, size):\n    raise ValueError(rank)\n"
-    linecache.cache["<cell 1>"] = (len(source), None, source.splitlines(True), "<cell 1>")
-    main = in_main("")
-    exec(compile(source, "<cell 1>", "exec"), main.__dict__)
-    file = io.BytesIO()
-    payload.dump_call(payload.Call(function=main.f, args=(), kwargs={}), file)
-    del linecache.cache["<cell 1>"]  # the worker never had it
-    file.seek(0)
-    call = payload.load_call(file, None)
+    with monkeypatch.context() as patch:
+        entry = (len(source), None, source.splitlines(keepends=True), "<cell 1>")
+        patch.setitem(linecache.cache, "<cell 1>", entry)
+        main = pair.launcher.define(source, "<cell 1>")
+        file = io.BytesIO()
+        with pair.launcher.here():
+            payload.dump_call(payload.Call(function=main.f, args=(), kwargs={}), file)
+    with pair.worker.here():
+        call = payload.load_call(file.getvalue(), None)  # this process lost the lines
     assert call.function.__code__.co_filename == "<cell 1>"
     assert linecache.getline("<cell 1>", 2).strip() == "raise ValueError(rank)"
+    del linecache.cache["<cell 1>"]
+
+
+# ── whom to blame ────────────────────────────────────────────────────────────────────────
+
+LOCK = "import threading\nlock = threading.Lock()\n"
 
 
 @pytest.mark.parametrize(
     ("source", "arguments", "words"),
     [
-        ("def f(r, s, a): pass", (threading.Lock(),), "args[2], a lock,"),
-        ("import threading\nlock = threading.Lock()\ndef f(r, s): return lock", (),
-         "the global 'lock' used by f"),
-        ("import threading\ndef outer():\n    lock = threading.Lock()\n    return lambda r, s: lock\n"
-         "f = outer()", (), "the enclosing variable 'lock'"),
-        ("import threading\nclass f:\n    lock = threading.Lock()\n    def __call__(s): pass\nf = f()",
-         (), "the function"),
+        ("def f(r, s, a, loader): pass", (1, threading.Lock()), "argument 'loader' (index 1) can't"),
+        ("def f(r, s, *a): pass", (1, threading.Lock()), "the argument at index 1 can't"),
+        ("def f(r, s, a): pass", ({"x": [0, threading.Lock()]},),
+         "argument 'a' (index 0), its item 'x', its item 1, can't"),
+        (LOCK + "def f(r, s): return lock", (), "the global 'lock' used by f()"),
+        (LOCK + "def f(r, s): return g()\ndef g(): return f(0, 1), lock", (), "the global 'lock' used by g()"),
+        (LOCK + "def f(r, s): return g(), lock\ndef g(): return f(0, 1)", (), "the global 'lock' used by f()"),
+        (LOCK + "def outer():\n    db = lock\n    return lambda r, s: db\nf = outer()", (),
+         "the closure variable 'db' of outer.<locals>.<lambda>()"),
+        (LOCK + "def f(r, s, x=lock): pass", (), "default value 0 of f()"),
+        (LOCK + "class C:\n    held = lock\n    def __call__(self, r, s): pass\nf = C()", (),
+         "the attribute 'held' of class C"),
+        (LOCK + "class C:\n    def __init__(self): self.held = lock\n    def go(self, r, s): pass\nf = C().go", (),
+         "the object that C.go() belongs to, its attribute 'held' (reached from the function C.go()) can't"),
+        (LOCK + "import functools\ndef g(a, r, s): pass\nf = functools.partial(g, lock)", (),
+         "its arguments, its item 0, can't"),
     ],
 )  # fmt: skip
-def test_what_can_not_travel_is_named(in_main, source, arguments, words):
-    main = in_main(source)
+def test_what_can_not_travel_is_named(pair, source, arguments, words):
+    main = pair.launcher.define(source)
     with pytest.raises(PayloadError) as caught:
-        in_main.send(main.f, 0, 1, *arguments)
-    assert words in str(caught.value)
-    assert "lock" in str(caught.value)
+        pair.send(main.f, *arguments)
+    text = str(caught.value)
+    assert words in text
+    assert (
+        "to the workers: TypeError: cannot pickle '_thread.lock' object. Create it inside" in text
+    )
+    assert isinstance(caught.value.__cause__, TypeError)
 
 
-def test_a_keyword_argument_is_named(in_main):
-    main = in_main("def f(r, s, **k): pass")
-    with pytest.raises(PayloadError, match="keyword argument 'db'"):
-        in_main.send(main.f, 0, 1, db=threading.Lock())
+def test_a_keyword_argument_is_named(pair):
+    main = pair.launcher.define("def f(r, s, **k): pass")
+    with pytest.raises(PayloadError, match="keyword argument 'db' can't travel"):
+        pair.send(main.f, db=threading.Lock())
+
+
+def test_a_return_value_is_named(pair):
+    main = pair.launcher.define(
+        LOCK + "class R:\n    __slots__ = ('fine', 'held')\ndef f(r, s, R=R):\n"
+        "    x = R()\n    x.fine, x.held = 1, __import__('threading').Lock()\n    return [x]\n"
+    )
+    value = pair.call(main.f)
+    words = (
+        r"the return value, a list, its item 0, its attribute 'held', can't travel to the launcher"
+    )
+    with pytest.raises(PayloadError, match=words):
+        pair.back(value)
+
+
+def test_a_full_disk_is_not_the_callers_fault(pair):
+    class Full(io.BytesIO):
+        def write(self, data) -> int:
+            raise OSError(28, "No space left on device")
+
+    main = pair.launcher.define("def f(r, s): pass")
+    call = payload.Call(function=main.f, args=(), kwargs={})
+    with pair.launcher.here(), pytest.raises(OSError, match="No space left"):
+        payload.dump_call(call, Full())
+
+
+# ── exceptions ───────────────────────────────────────────────────────────────────────────
 
 
 class Picky(Exception):
@@ -170,13 +396,22 @@ class Picky(Exception):
         super().__init__(f"{code}: {reason}")
 
 
+class Unpicklable(Exception):
+    def __reduce__(self):
+        raise RuntimeError("no")
+
+
 def test_only_exceptions_that_come_out_again_are_sent():
     data = payload.roundtrips(ValueError("x"))
     assert str(payload.load_value(data)) == "x"
     assert payload.roundtrips(Picky(1, "y")) is None
+    assert payload.roundtrips(Unpicklable()) is None
 
 
-def test_partials_of_importable_functions_travel_by_reference():
-    file = io.BytesIO()
-    payload.dump_call(payload.Call(function=functools.partial(max, 3), args=(), kwargs={}), file)
-    assert len(file.getvalue()) < 200
+def test_an_exception_of_the_script_is_the_launchers_own(pair):
+    main = pair.launcher.define("class Oops(Exception): pass\ndef f(rank, size): return Oops('x')")
+    error = pair.call(main.f)
+    with pair.worker.here():
+        data = payload.roundtrips(error)
+    with pair.launcher.here():
+        assert type(payload.load_value(data)) is main.Oops

@@ -99,8 +99,7 @@ class Agent:
         """End at once, and everything with it: the fork servers follow."""
         for run in list(self._runs.values()):
             run.kill_now()
-        if not self._runs:
-            self.servers.end()  # nothing to sweep, so the launcher need not wait for them
+        self.servers.end()
         os._exit(0)
 
     # ── launchers ────────────────────────────────────────────────────────────────────────

@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 _BEREAVED_PATIENCE_S = 1.0
 _BEREAVED_POLL_S = 0.002
 _REAP_POLL_S = 0.05
+_GOODBYE_S = 3.0
 
 HEAVY_PRELOAD = ("torch._dynamo", "torch.optim")
 """What the first optimizer of a process imports (1 s): a successor gets it in the background."""
@@ -349,14 +351,29 @@ class ForkServers:
         self._orphanage.note_worker(pid, tag)
 
     def end(self) -> None:
-        """Kill and reap the servers; only when none of them has a process of a run."""
+        """End all servers, and see that nothing of theirs stays. Blocks, for a bounded time.
+
+        A server that serves sweeps up after its workers when its socket closes; one that is
+        still importing has made nothing, and is killed.
+        """
         servers = (*self._servers.values(), *self._retired)
-        pids = [server.pid for server in servers if server.pid is not None]
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)  # children of this process that it has not reaped
-        for pid in pids:
-            with contextlib.suppress(ChildProcessError):  # a successor's parent is its server
-                os.waitpid(pid, 0)
+        importing = {server.pid for server in servers if not server.ready}
+        serving = {server.pid for server in servers if server.ready}
+        for server in servers:
+            server.close()
+        until_s = time.monotonic() + _GOODBYE_S
+        while mine := kernel.child_pids():
+            patient = time.monotonic() < until_s
+            for pid in mine:  # servers, and what came here because one of them died
+                if pid in importing or pid not in serving or not patient:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ChildProcessError):
+                    if kernel.peek_exit(pid) is not None:
+                        kernel.reap(pid)
+            if time.monotonic() > until_s + 1.0:
+                return
+            time.sleep(_BEREAVED_POLL_S)
 
     def _register(self, key: ForkServerKey, pid: int, sock: socket.socket) -> ForkServer:
         server = ForkServer(self.loop, pid, sock, self._on_gone)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from phalanx.failures import Exit
 
 _SWEEP_POLL_S = 0.002
-_SWEEP_PATIENCE_S = 1.0
+_SWEEP_PATIENCE_S = 3.0
 
 
 class StoreHost:

@@ -35,7 +35,7 @@ from phalanx.wire import Channel
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_SWEEP_PATIENCE_S = 1.0
+_SWEEP_PATIENCE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

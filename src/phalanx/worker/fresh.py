@@ -64,7 +64,6 @@ def enter_interpreter(image: ProcessImage, environment: dict[str, str]) -> None:
     _reset_multiprocessing()
     sys.path[:] = image.module_path
     sys.argv[:] = image.argv
-    importlib.invalidate_caches()
 
 
 def make_main(image: ProcessImage) -> types.ModuleType:
