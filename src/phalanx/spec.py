@@ -43,7 +43,6 @@ class ProcessImage(msgspec.Struct, frozen=True, kw_only=True):
     limits: tuple[tuple[int, int, int], ...] = ()
     ignored_signals: tuple[int, ...] = ()
     blocked_signals: tuple[int, ...] = ()
-    main_name: str = ""
     main_file: str | None = None
 
 

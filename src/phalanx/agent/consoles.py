@@ -36,7 +36,7 @@ class Sink(Protocol):
         """Call back once, when at most so many bytes wait (at once if that is so now)."""
 
     def give_up(self) -> None:
-        """Drop what waits, and all that will come."""
+        """Drop what waits."""
 
 
 class _Waiters:
@@ -97,12 +97,11 @@ class DescriptorSink:
 
     def give_up(self) -> None:
         """See `Sink`."""
-        self._broken = True
         self._forget()
 
     def close(self) -> None:
         """Let go of the descriptor."""
-        self.give_up()
+        self._forget()
         os.close(self._fd)
 
     def _flush(self) -> None:
@@ -181,13 +180,10 @@ class RelaySink:
         """Use `send` for chunks."""
         self._send = send
         self._waiters = _Waiters()
-        self._silent = False
         self.pending = 0
 
     def write(self, data: bytes) -> None:
         """Take output."""
-        if self._silent or not data:
-            return
         for start in range(0, len(data), _MAX_TAKE):
             self._send(data[start : start + _MAX_TAKE])
         self.pending += len(data)
@@ -203,7 +199,6 @@ class RelaySink:
 
     def give_up(self) -> None:
         """See `Sink`."""
-        self._silent = True
         self.pending = 0
         self._waiters.check(0)
 

@@ -155,7 +155,8 @@ class Generation:
         server = self._run.servers.get(self._run.launch.key, self._run.launch.image)
         if server not in self._servers:
             self._servers.append(server)
-            server.when_ready(lambda: self._warn_if_unfit(server))
+            if self.number == 0:
+                server.when_ready(lambda: self._warn_if_unfit(server))
         return server
 
     def _warn_if_unfit(self, server: ForkServer) -> None:

@@ -55,6 +55,7 @@ class RunOutput:
                 self._sinks[stream] = consoles.borrow(next(fds), on_broken)
             else:
                 self._sinks[stream] = RelaySink(_relay(spec.run_id, stream, tell))
+        self._given_up = False
         self._pumps: dict[int, tuple[StreamPump, StreamPump]] = {}
         self._files: dict[int, tuple[str, str]] = {}
 
@@ -127,14 +128,17 @@ class RunOutput:
 
     def when_flushed(self, then: Callable[[], None]) -> None:
         """Call back once everything has gone out."""
+        if self._given_up:
+            then()
+            return
         out, err = self._sinks["out"], self._sinks["err"]
         out.when_below(0, lambda: err.when_below(0, then))
 
     def give_up(self) -> None:
         """Don't wait for a console that does not read: the run is being killed."""
+        self._given_up = True
         for sink in self._sinks.values():
-            if isinstance(sink, RelaySink) or sink.pending:
-                sink.give_up()
+            sink.give_up()
 
     def close(self) -> None:
         """Let go of everything."""

@@ -13,6 +13,8 @@ from phalanx.spec import ProcessImage
 
 _READ_AT_IMPORT = (
     "PYTHON",
+    "LANG",
+    "LC_",
     "LD_",
     "OMP_",
     "MKL_",
@@ -36,7 +38,6 @@ def process_image(extra_environment: dict[str, str]) -> ProcessImage:
     os.umask(umask)
     main = sys.modules.get("__main__")
     main_file: str | None = getattr(main, "__file__", None)
-    spec = getattr(main, "__spec__", None)
     return ProcessImage(
         executable=interpreter.executable(),
         flags=interpreter.current_flags(),
@@ -50,7 +51,6 @@ def process_image(extra_environment: dict[str, str]) -> ProcessImage:
             signum for signum in signal.valid_signals() if _is_inherited_ignore(signum)
         ),
         blocked_signals=tuple(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
-        main_name="" if spec is None else spec.name,
         main_file=main_file,
     )
 

@@ -13,7 +13,6 @@ import secrets
 import socket
 import tempfile
 import threading
-import time
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from phalanx.spec import ProcessImage
 
 _BACKLOG = 16
-_GOODBYE_S = 2.0
+_GOODBYE_S = 5.0
 
 
 class Mailbox(Protocol):
@@ -60,8 +59,11 @@ class AgentLink:
             _remove_name(listener)
         self._channel: Channel[AgentMessage] = Channel(sock, AgentMessage)
         self.send(Hello())
-        for name, work in (("send", self._send_all), ("receive", self._receive_all)):
-            threading.Thread(target=work, name=f"phalanx-{name}", daemon=True).start()
+        threading.Thread(target=self._send_all, name="phalanx-send", daemon=True).start()
+        self._receiver = threading.Thread(
+            target=self._receive_all, name="phalanx-receive", daemon=True
+        )
+        self._receiver.start()
 
     @property
     def usable(self) -> bool:
@@ -94,15 +96,7 @@ class AgentLink:
             return
         with contextlib.suppress(OSError):
             self._channel.sock.shutdown(socket.SHUT_RDWR)
-        until = time.monotonic() + _GOODBYE_S
-        while time.monotonic() < until:
-            try:
-                pid, _ = os.waitpid(self.agent_pid, os.WNOHANG)
-            except ChildProcessError:
-                break
-            if pid:
-                break
-            time.sleep(0.002)
+        self._receiver.join(_GOODBYE_S)
         self._channel.close()
 
     # ── threads ──────────────────────────────────────────────────────────────────────────
@@ -129,6 +123,8 @@ class AgentLink:
             mailboxes = list(self._mailboxes.values())
         for mailbox in mailboxes:
             mailbox.on_agent_lost()
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.agent_pid, 0)  # it ends with the conversation
 
 
 def _listen() -> socket.socket:
