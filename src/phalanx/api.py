@@ -99,6 +99,8 @@ def start_processes(
         RunDirectoryError: The run directory or `log_dir` can't be written.
     """
     _refuse_in_child()
+    if not callable(main_function):
+        raise SpecError(f"main_function must be callable, not {type(main_function).__name__}")
     _check_whole_numbers(
         world_size=world_size,
         num_processes_per_machine=(
@@ -201,8 +203,6 @@ def _launch_spec(
     num_processes_per_machine: int | None,
     **fields: Any,  # noqa: ANN401 - LaunchSpec has their types
 ) -> LaunchSpec:
-    if not callable(main_function):
-        raise SpecError(f"main_function must be callable, not {type(main_function).__name__}")
     if num_processes_per_machine is None:
         num_processes_per_machine = world_size
     launch_spec = spec.LaunchSpec(

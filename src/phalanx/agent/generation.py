@@ -101,9 +101,10 @@ class Generation:
         """Start the store host, or wait until somebody wants one.
 
         Workers that are started again one by one share no process group; if they make one
-        all the same, their first connection to the store tells.
+        all the same, their first connection to the store tells. And where torch is not
+        preloaded it may not be used, so a host, which has to import it, would be for nothing.
         """
-        if self._spec.restart == "group":
+        if self._spec.restart == "group" and "torch" in self._spec.preload:
             self._start_store_host()
         else:
             self._listening = True
