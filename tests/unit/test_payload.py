@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import cloudpickle.cloudpickle as tracker
 import pytest
 
-from phalanx import payload
+from phalanx import payload, pickling
 from phalanx.context import SubprocessContext
 from phalanx.errors import PayloadError
 
@@ -26,7 +26,7 @@ class Process:
 
     def __init__(self, monkeypatch) -> None:
         self.main = types.ModuleType("__main__")
-        self._registry = payload._Registry()
+        self._registry = pickling.Registry()
         self._trackers = (WeakKeyDictionary(), WeakValueDictionary())
         self._monkeypatch = monkeypatch
 
@@ -34,7 +34,7 @@ class Process:
     def here(self):
         with self._monkeypatch.context() as patch:
             patch.setitem(sys.modules, "__main__", self.main)
-            patch.setattr(payload, "_registry", self._registry)
+            patch.setattr(pickling, "registry", self._registry)
             patch.setattr(tracker, "_DYNAMIC_CLASS_TRACKER_BY_CLASS", self._trackers[0])
             patch.setattr(tracker, "_DYNAMIC_CLASS_TRACKER_BY_ID", self._trackers[1])
             yield self.main

@@ -5,20 +5,23 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from phalanx import events as ev
 from phalanx import kernel
-from phalanx.agent.worker import WorkerProcess, forget_error_file
+from phalanx.agent.worker import WorkerOwner, WorkerProcess, forget_error_file
 from phalanx.messages import MakeStoreHost
 from phalanx.spec import error_file, worker_environment, worker_spec
 
 if TYPE_CHECKING:
     import asyncio
 
-    from phalanx.agent.forkservers import ForkServer, NotMade
-    from phalanx.agent.run import Run
+    from phalanx.agent.forkservers import ForkServer, ForkServers, NotMade
+    from phalanx.agent.output import RunOutput
     from phalanx.failures import Exit
+    from phalanx.messages import Launch
+    from phalanx.spec import LaunchSpec
 
 _SWEEP_POLL_S = 0.002
 _SWEEP_PATIENCE_S = 3.0
@@ -81,14 +84,44 @@ class StoreHost:
             self._on_lost(how)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResources:
+    """What belongs to a run and outlives its generations. The descriptors are borrowed."""
+
+    spec: LaunchSpec
+    launch: Launch
+    servers: ForkServers
+    output: RunOutput
+    payload: int
+    listener: int
+    page_fd: int
+
+
+class GenerationOwner(WorkerOwner, Protocol):
+    """Hears what happens in a generation."""
+
+    def feed(self, event: ev.Event) -> None:
+        """A fact for the lifecycle."""
+
+    def feed_warning(self, message: str) -> None:
+        """Something that a person should know."""
+
+
 class Generation:
     """Starts the processes of a generation, and sees that nothing of it stays."""
 
-    def __init__(self, run: Run, number: int, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        run: RunResources,
+        owner: GenerationOwner,
+        number: int,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
         """Keep what is needed; `open` and `start_worker` make processes."""
         self.number = number
         self.workers: dict[int, WorkerProcess] = {}
         self._run = run
+        self._owner = owner
         self._loop = loop
         self._spec = run.spec
         self._tag = f"{run.spec.run_id}/{number}"
@@ -114,7 +147,9 @@ class Generation:
         """Order one worker."""
         spec, launch = worker_spec(self._spec, rank, self.number, restart_count), self._run.launch
         server = self._server()
-        worker = WorkerProcess(self._loop, server, spec, self._run, self._run.servers.new_ticket())
+        worker = WorkerProcess(
+            self._loop, server, spec, self._owner, self._run.servers.new_ticket()
+        )
         self.workers[rank] = worker
         forget_error_file(error_file(self._spec, spec))
         out, err = self._run.output.begin(rank, self.number)
@@ -162,7 +197,7 @@ class Generation:
 
     def _warn_if_unfit(self, server: ForkServer) -> None:
         if server.unfit is not None:
-            self._run.feed_warning(
+            self._owner.feed_warning(
                 f"{server.unfit}, so workers can't be forked and are started as fresh "
                 "interpreters (slower). Leave the module out of preload=…, or import it "
                 "inside the function"
@@ -189,7 +224,7 @@ class Generation:
     def _on_store_contact(self) -> None:
         self._stop_listening()
         self._start_store_host()
-        self._run.feed(ev.StoreContacted())
+        self._owner.feed(ev.StoreContacted())
 
     def _stop_listening(self) -> None:
         if self._listening:

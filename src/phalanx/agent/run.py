@@ -20,7 +20,7 @@ import msgspec
 from phalanx import commands as do
 from phalanx import events as ev
 from phalanx import kernel, lifecycle
-from phalanx.agent.generation import Generation
+from phalanx.agent.generation import Generation, RunResources
 from phalanx.agent.output import RunOutput
 from phalanx.agent.recorder import Recorder
 from phalanx.agent.worker import WorkerProcess, read_error_file
@@ -73,15 +73,15 @@ class Run:
     ) -> None:
         """Take over a launch and its descriptors; `begin` starts it."""
         self.spec = launch.spec
-        self.launch = launch
-        self.servers = servers
+        self._launch = launch
+        self._servers = servers
         self._loop = loop
         self._launcher = launcher
         self._on_finished = on_finished
-        self.payload, self.listener, *console_fds = fds
-        self.page_fd = kernel.open_anonymous_file("phalanx-page")
-        prepare(self.page_fd, self.spec.world_size)
-        self.page = ControlPage(self.page_fd, self.spec.world_size)
+        self._payload, self._listener, *console_fds = fds
+        self._page_fd = kernel.open_anonymous_file("phalanx-page")
+        prepare(self._page_fd, self.spec.world_size)
+        self._page = ControlPage(self._page_fd, self.spec.world_size)
         self._paths = RunPaths(root=_path(self.spec.run_dir))
         self._recorder = Recorder(self._paths.events, self._warn_later)
         self.output = RunOutput(
@@ -177,15 +177,15 @@ class Run:
             case do.Announce(event=event):
                 self._announce(event)
                 if isinstance(event, ev.GroupRan):
-                    self._loop.call_later(_IDLE_S, self.servers.improve, self.launch.key)
+                    self._loop.call_later(_IDLE_S, self._servers.improve, self._launch.key)
                 elif isinstance(event, ev.RunEnded):
                     self.output.when_flushed(self._finish)
             case do.OpenGeneration(generation=number):
                 self._open_generation(number)
             case do.AnnounceStop():
-                self.page.ask_to_stop()
+                self._page.ask_to_stop()
             case do.AnnounceAbort(rank=rank):
-                self.page.abort(rank)
+                self._page.abort(rank)
             case do.CloseGeneration():
                 self._group.close(lambda: self.feed(self._closed()))
             case do.StartWorker(rank=rank):
@@ -208,15 +208,24 @@ class Run:
         return self._generation
 
     def _open_generation(self, number: int) -> None:
-        self.page.clear()
-        self._generation = Generation(self, number, self._loop)
+        self._page.clear()
+        resources = RunResources(
+            spec=self.spec,
+            launch=self._launch,
+            servers=self._servers,
+            output=self.output,
+            payload=self._payload,
+            listener=self._listener,
+            page_fd=self._page_fd,
+        )
+        self._generation = Generation(resources, self, number, self._loop)
         self._generation.open()
 
     def _closed(self) -> ev.GenerationClosed:
         return ev.GenerationClosed(generation=self._group.number)
 
     def _stop_worker(self, worker: WorkerProcess, *, polite: bool) -> None:
-        if polite and self.page.polls_stop(worker.rank) and not worker.handles_sigterm():
+        if polite and self._page.polls_stop(worker.rank) and not worker.handles_sigterm():
             return  # it has been told by the page, and SIGTERM would only cut it short
         worker.signal(signal.SIGTERM)
 
@@ -225,7 +234,7 @@ class Run:
     def on_worker_made(self, worker: WorkerProcess) -> None:
         """See `WorkerOwner`."""
         assert worker.pid is not None  # noqa: S101 - it has just been made
-        self.servers.note_worker(worker.pid, worker.spec.tag)
+        self._servers.note_worker(worker.pid, worker.spec.tag)
         self.feed(ev.WorkerStarted(rank=worker.rank, pid=worker.pid))
 
     def on_worker_not_made(self, worker: WorkerProcess, failure: NotMade) -> None:
@@ -373,8 +382,8 @@ class Run:
             self._generation.release()
         self._recorder.close()
         self.output.close()
-        self.page.close()
-        for fd in (self.payload, self.listener, self.page_fd):
+        self._page.close()
+        for fd in (self._payload, self._listener, self._page_fd):
             os.close(fd)
         self._on_finished(self)
 
