@@ -91,28 +91,32 @@ class StreamPump:
             self._loop.remove_reader(self._fd)
 
     def _on_readable(self) -> None:
-        if not self._read():
+        num_bytes = self._read()
+        if not num_bytes:
             if self._at_end:
                 self._stop_listening()
             return
-        self._stop_listening()
         console = self._console
-        if console is not None and console.pending > _HIGH_WATER:
+        behind = console is not None and console.pending > _HIGH_WATER
+        if num_bytes == _CHUNK and not behind:
+            return  # there is more: it has gathered already
+        self._stop_listening()
+        if console is not None and behind:
             console.when_below(_LOW_WATER, self._listen)
         else:
             self._timer = self._loop.call_later(_GATHER_S, self._listen)
 
     _at_end = False
 
-    def _read(self) -> bool:
-        """Read once; False when there was nothing, or nothing more will come."""
+    def _read(self) -> int:
+        """Read once; return how many bytes came (0: nothing now, or never again)."""
         try:
             data = os.read(self._fd, _CHUNK)
         except BlockingIOError:
-            return False
+            return 0
         if not data:
             self._at_end = True
-            return False
+            return 0
         if self._file is not None:
             self._file.write(data)
         if self._console is not None:
@@ -123,7 +127,7 @@ class StreamPump:
             if len(data) >= _TAIL_BYTES
             else ((self._tail + data)[-_TAIL_BYTES:])
         )
-        return True
+        return len(data)
 
     def _watch_bar(self) -> None:
         """A progress bar's last state is not followed by anything: show it after a moment."""
