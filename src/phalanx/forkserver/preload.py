@@ -61,6 +61,8 @@ def preload(modules: Sequence[str]) -> Preloaded:
                 importlib.import_module(name)
             except BaseException as error:  # noqa: BLE001 - user code: anything may come
                 return Preloaded(failed=_failure(name, error))
+        if module == "torch":
+            _give_up_reverse_dns()
         unfit = unfit or _why_unfit(module)
     _leave_finalizers_to_the_server()
     # Objects that exist now are left out of collections, so that a child's first one does
@@ -79,6 +81,12 @@ def _leave_finalizers_to_the_server() -> None:
     finalizers = list(weakref.finalize._registry)  # type: ignore[attr-defined]  # noqa: SLF001
     for finalizer in finalizers:
         finalizer.atexit = False
+
+
+def _give_up_reverse_dns() -> None:
+    from phalanx.worker.reverse_dns import give_up_reverse_dns  # noqa: PLC0415 - imports torch
+
+    give_up_reverse_dns()
 
 
 def _failure(module: str, error: BaseException) -> PreloadFailed:

@@ -1,0 +1,61 @@
+"""Has torch's sockets give up reverse DNS, in a fork server and so in all its forks.
+
+torch.distributed (c10d) asks for the name of each address that it connects to, only to put it
+into its log. For 127.0.0.1, which it sees as ``::ffff:127.0.0.1``, no hosts file has an answer,
+so every connection of every worker waits for the name server; and when that loses a packet,
+for the resolver's timeout: starts that take 5 s now and then.
+
+c10d stops asking, for the rest of the process, once an answer was an error. So one is brought
+about here: a connection to a closed port, with no descriptor left for the resolver's socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch.distributed as dist
+
+
+def give_up_reverse_dns() -> None:
+    """Make c10d's one reverse lookup fail, so that it never does another. Takes some 10 ms."""
+    if not dist.is_available():
+        return
+    # The resolver reads its configuration now, not while it can't: it would keep defaults.
+    socket.getaddrinfo("localhost", 0)
+    with socket.socket() as closed, _without_standard_error():
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        with _one_more_descriptor(), contextlib.suppress(dist.DistError, RuntimeError):
+            dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(milliseconds=1))
+
+
+@contextlib.contextmanager
+def _one_more_descriptor() -> Iterator[None]:
+    """Allow this process one more open file than it has."""
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + 1, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextlib.contextmanager
+def _without_standard_error() -> Iterator[None]:
+    """c10d warns about what is done to it."""
+    kept = os.dup(2)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    os.close(null)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
