@@ -41,8 +41,9 @@ def _serve(channel: Channel[ForkServerOrder], agent_pidfd: int | None, modules: 
     is_successor = False
     while True:
         channel.send(ServerStarted(pid=os.getpid()))
-        outcome = preload(modules)
-        if is_successor:  # nobody waits for it, so it can take the time
+        # Nobody waits for a successor: it can take the time to do it well.
+        outcome = preload(modules, collect=is_successor)
+        if is_successor:
             kernel.collapse_memory()
         if outcome.failed is not None:
             channel.send(outcome.failed)
