@@ -51,6 +51,7 @@ class StreamPump:
         self._timer: asyncio.TimerHandle | None = None
         self._bar_timer: asyncio.TimerHandle | None = None
         self._listening = False
+        self._at_end = False
         self._closed = False
         self._listen()
 
@@ -105,8 +106,6 @@ class StreamPump:
             console.when_below(_LOW_WATER, self._listen)
         else:
             self._timer = self._loop.call_later(_GATHER_S, self._listen)
-
-    _at_end = False
 
     def _read(self) -> int:
         """Read once; return how many bytes came (0: nothing now, or never again)."""

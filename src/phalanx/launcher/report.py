@@ -55,19 +55,15 @@ def _where(failure: Failure, spec: LaunchSpec) -> str:
 
 
 def _how(failure: Failure) -> str:
+    whose = "the function" if failure.rank >= 0 else "Phalanx"
     causes = {
-        "exception": f"{spec_name(failure)} raised an exception",
+        "exception": f"{whose} raised an exception",
         "exit": "the process left before the function returned",
         "signal": "a signal from outside its code, or a crash in native code",
         "startup": "it never reached the user's code",
     }
     how = causes[failure.cause]
     return f"{how} ({failure.exit})" if failure.exit is not None else how
-
-
-def spec_name(failure: Failure) -> str:
-    """Say whose code raised."""
-    return "the function" if failure.rank >= 0 else "Phalanx"
 
 
 def _section(title: str, text: str) -> list[str]:
