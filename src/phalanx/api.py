@@ -55,6 +55,7 @@ def start_processes(
     console: Literal["all", "none"] | Collection[int] = "all",
     grace: Duration = 30.0,
     start_timeout: Duration = 300.0,
+    store_limit: int | None = None,
     on_event: Callable[[Event], None] | None = None,
 ) -> SubprocessContext[R]:
     """Start `world_size` workers that call `main_function`, and return at once.
@@ -87,6 +88,8 @@ def start_processes(
         console: Which ranks print to the console, with a prefix.
         grace: Seconds (or timedelta) that workers have to finish when the run is stopped.
         start_timeout: Seconds (or timedelta) in which a worker must reach `main_function`.
+        store_limit: Bytes that the tensor store may hold; None: half of the memory that the
+            machine (or the container) has.
         on_event: Called with each event, in order, in a thread of its own.
 
     Returns:
@@ -108,6 +111,7 @@ def start_processes(
         ),
         main_process_port=main_process_port,
         max_restarts=max_restarts,
+        store_limit=0 if store_limit is None else store_limit,
     )
     launch_spec = _launch_spec(
         main_function,
@@ -125,6 +129,7 @@ def start_processes(
         console_ranks=_console_ranks(console, world_size),
         grace_s=spec.to_seconds("grace", grace),
         start_timeout_s=spec.to_seconds("start_timeout", start_timeout),
+        store_limit=store_limit,
         master_port=main_process_port,
     )
     image = process_image(_check_environment(env))

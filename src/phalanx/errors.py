@@ -50,6 +50,26 @@ class RunStoppedError(PhalanxError, RuntimeError):
     """`wait()` was called on a run that was stopped before every rank returned."""
 
 
+class StoreError(PhalanxError):
+    """Something went wrong in the tensor store."""
+
+
+class StoreFullError(StoreError, MemoryError):
+    """A value does not fit into what the tensor store may hold; nothing was changed."""
+
+
+class StoreTimeoutError(StoreError, TimeoutError):
+    """A key did not come, or was not let go, in time."""
+
+
+class StoreClosedError(StoreError, RuntimeError):
+    """The tensor store of this run is gone."""
+
+
+class TensorError(StoreError, TypeError):
+    """A key or a value is none that the tensor store can hold."""
+
+
 class FrameError(PhalanxError):
     """Bytes on a connection are not a frame of the protocol; the connection is closed."""
 

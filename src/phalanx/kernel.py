@@ -15,6 +15,11 @@ from the main thread. It is cleared by fork and kept by exec, and there is a rac
 fork and prctl: look at the parent's pid afterwards.
 
 **memfd** files have no name: whoever is killed, nothing is left in ``/dev/shm``.
+
+**Who still maps a file** the kernel tells through leases: a write lease on a reopening of a
+memfd is granted only if no other reopening is left, neither as a descriptor (on its way in a
+message included) nor as a mapping, in whatever process. The descriptor that `memfd_create`
+returned does not count, nor do mappings made from it: whoever reads must get a reopening.
 """
 
 from __future__ import annotations
@@ -45,6 +50,13 @@ HAS_PIDFD: Final = (
 """Whether processes can be held by descriptor."""
 
 HAS_ABSTRACT_SOCKETS: Final = sys.platform == "linux"
+
+HAS_LEASES: Final = (
+    hasattr(fcntl, "F_SETLEASE")
+    and hasattr(os, "memfd_create")
+    and not os.environ.get("PHALANX_WITHOUT_LEASES")
+)
+"""Whether the kernel may tell who still maps a file (`nobody_reads`)."""
 
 
 def _prctl(option: int, value: int) -> None:
@@ -142,6 +154,31 @@ def open_anonymous_file(name: str) -> int:
         return os.dup(file.fileno())
 
 
+def reopen(fd: int, flags: int) -> int:
+    """Return a new description of an anonymous file, with a mode of its own."""
+    if not hasattr(os, "memfd_create"):
+        return os.dup(fd)  # elsewhere an unnamed file can't be opened again
+    return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
+
+
+def nobody_reads(fd: int) -> bool:
+    """Whether no reopening of a memfd is left anywhere, as a descriptor or as a mapping.
+
+    Args:
+        fd: What `open_anonymous_file` returned, not a reopening.
+    """
+    if not HAS_LEASES:
+        return False
+    writer = reopen(fd, os.O_RDWR)
+    try:
+        fcntl.fcntl(writer, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except OSError:
+        return False
+    finally:
+        os.close(writer)  # the lease, too, ends with it
+    return True
+
+
 def widen_pipe(fd: int, num_bytes: int = 1 << 20) -> None:
     """Give a pipe a larger buffer, as far as the kernel's limit for this user allows."""
     size = num_bytes
@@ -236,6 +273,15 @@ def catches_signal(pid: int, signum: int) -> bool:
         if line.startswith("SigCgt:"):
             return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
     return False
+
+
+def memory_limit() -> int:
+    """Return how many bytes of memory this process may have: the machine's, or its container's."""
+    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroup v2, v1
+        with contextlib.suppress(OSError, ValueError):
+            limit = min(limit, int(Path("/sys/fs/cgroup", name).read_text()))
+    return limit
 
 
 def visible_gpus(environment: dict[str, str]) -> tuple[str, ...]:

@@ -6,6 +6,8 @@ Four conversations, each over a stream of frames (`phalanx.wire`):
 - agent ↔ fork server: processes to make, processes that ended;
 - worker → agent: its own progress, and for `breakpoint()` the answers back.
 
+(A fifth, with the tensor store, is in `phalanx.store.messages`.)
+
 "fds:" in a docstring lists the file descriptors that travel with the message.
 """
 
@@ -123,8 +125,30 @@ class InputLine(Message, frozen=True, kw_only=True):
     text: str
 
 
+class OpenStore(Message, frozen=True, kw_only=True):
+    """Converse with a run's tensor store (`phalanx.store.messages`); fds: the agent's end."""
+
+    run_id: str
+    pid: int
+
+
+class CloseStore(Message, frozen=True, kw_only=True):
+    """A run that has ended is of no interest any more: its tensors can go."""
+
+    run_id: str
+
+
 LauncherMessage: TypeAlias = (
-    Hello | Prewarm | Launch | StopRun | KillRun | RestartRun | ConsoleTaken | InputLine
+    Hello
+    | Prewarm
+    | Launch
+    | StopRun
+    | KillRun
+    | RestartRun
+    | ConsoleTaken
+    | InputLine
+    | OpenStore
+    | CloseStore
 )
 
 # ── agent → launcher ─────────────────────────────────────────────────────────────────────
@@ -307,6 +331,12 @@ class Reported(Message, frozen=True, kw_only=True):
     metrics: dict[str, float | int | str | bool | None]
 
 
+class StoreOpened(Message, frozen=True, kw_only=True):
+    """The worker, or a fork of it, will converse with the tensor store; fds: the agent's end."""
+
+    pid: int
+
+
 class DebuggerText(Message, frozen=True, kw_only=True):
     """Output of `context.breakpoint()`, for the console as it is."""
 
@@ -319,4 +349,6 @@ class DebuggerInput(Message, frozen=True, kw_only=True):
     prompt: str
 
 
-WorkerMessage: TypeAlias = Entered | Returned | Raised | Reported | DebuggerText | DebuggerInput
+WorkerMessage: TypeAlias = (
+    Entered | Returned | Raised | Reported | StoreOpened | DebuggerText | DebuggerInput
+)

@@ -30,6 +30,9 @@ TAG_VARIABLE = "PHALANX_WORKER"
 """Environment variable ``<run>/<generation>/<rank>``: by it an orphan can be attributed."""
 
 
+_LEAST_STORE = 1 << 20
+
+
 class ProcessImage(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker takes over from the launcher, as it was at the call."""
 
@@ -65,6 +68,7 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     console_ranks: tuple[int, ...] = ()
     grace_s: float = 30.0
     start_timeout_s: float = 300.0
+    store_limit: int | None = None
     run_dir: str = ""
 
     @property
@@ -124,6 +128,10 @@ def check_launch(spec: LaunchSpec) -> None:
         )
     if spec.start_timeout_s <= 0:
         raise SpecError("start_timeout must be more than 0 seconds")
+    if spec.store_limit is not None and spec.store_limit < _LEAST_STORE:
+        raise SpecError(
+            f"store_limit is in bytes and must be {_LEAST_STORE:,} or more, not {spec.store_limit}"
+        )
     if spec.restart_window_s is not None and spec.restart_window_s <= 0:
         raise SpecError("restart_window must be more than 0 seconds, or None for the whole run")
 

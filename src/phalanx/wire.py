@@ -103,8 +103,11 @@ def send_some(sock: socket.socket, data: bytes | memoryview, fds: Sequence[int])
     return sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
 
 
-def receive_some(sock: socket.socket, size: int = 262_144) -> tuple[bytes, list[int]]:
-    """Receive what there is; empty bytes mean the other end is gone."""
+def receive_some(sock: socket.socket, size: int = 65_536) -> tuple[bytes, list[int]]:
+    """Receive what there is; empty bytes mean the other end is gone.
+
+    A larger `size` costs even where little comes: malloc maps and unmaps such a buffer.
+    """
     space = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
     data, ancillary, _, _ = sock.recvmsg(size, space, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
     fds = array.array("i")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import resource
 import signal
 import socket
 import struct
@@ -18,7 +20,9 @@ from phalanx.agent.connection import Connection
 from phalanx.agent.consoles import Consoles
 from phalanx.agent.forkservers import ForkServers
 from phalanx.agent.run import Run
+from phalanx.agent.tensors import RunTensors
 from phalanx.messages import (
+    CloseStore,
     ConsoleTaken,
     ForkServerKey,
     Hello,
@@ -26,6 +30,7 @@ from phalanx.messages import (
     KillRun,
     Launch,
     LauncherMessage,
+    OpenStore,
     Prewarm,
     RestartRun,
     StopRun,
@@ -49,6 +54,7 @@ def run_agent(
         early: That server's pid and our end of its socket.
     """
     kernel.become_subreaper()
+    _allow_many_files()
     loop = _new_loop()
     agent = Agent(loop, socket.socket(fileno=listener_fd), launcher_pid)
     agent.servers.take_over(msgspec.json.decode(key_json, type=ForkServerKey), *early)
@@ -57,6 +63,13 @@ def run_agent(
         loop.run_forever()
     finally:
         agent.die()
+
+
+def _allow_many_files() -> None:
+    """Each large value in a tensor store is a file."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # macOS has a limit below its hard one
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
@@ -80,6 +93,7 @@ class Agent:
         self._listener = listener
         self._launcher_pid = launcher_pid
         self._runs: dict[str, Run] = {}
+        self._tensors: dict[str, RunTensors] = {}
         self._connections: set[Connection[LauncherMessage]] = set()
         self.servers = ForkServers(loop)
         self._consoles = Consoles(loop)
@@ -140,6 +154,10 @@ class Agent:
                 server.when_ready(lambda: self.servers.improve(key))
             case Launch():
                 self._launch(connection, message, fds)
+            case OpenStore(run_id=run_id, pid=pid):
+                self._open_store(run_id, pid, *fds)
+            case CloseStore(run_id=run_id):
+                self._close_store(run_id)
             case _:
                 run = self._runs.get(message.run_id)
                 if run is not None:  # else it has ended meanwhile
@@ -151,11 +169,25 @@ class Agent:
         run = Run(
             self._loop, self.servers, self._consoles, connection, launch, fds, self._on_finished
         )
-        self._runs[launch.spec.run_id] = run
+        self._runs[run.spec.run_id] = run
+        self._tensors[run.spec.run_id] = run.tensors
         run.begin()
 
     def _on_finished(self, run: Run) -> None:
+        """What it put is still there, until the launcher says that it has read enough."""
         del self._runs[run.spec.run_id]
+        run.tensors.store.end_run()
+
+    def _open_store(self, run_id: str, pid: int, fd: int) -> None:
+        if run_id in self._tensors:
+            self._tensors[run_id].connect(fd, "the launcher", pid)
+        else:  # it hears the end of the conversation
+            os.close(fd)
+
+    def _close_store(self, run_id: str) -> None:
+        tensors = self._tensors.pop(run_id, None)
+        if tensors is not None:
+            tensors.close()
 
     def _on_sigterm(self) -> None:
         for run in list(self._runs.values()):

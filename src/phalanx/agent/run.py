@@ -23,6 +23,7 @@ from phalanx import kernel, lifecycle
 from phalanx.agent.generation import Generation, RunResources
 from phalanx.agent.output import RunOutput
 from phalanx.agent.recorder import Recorder
+from phalanx.agent.tensors import RunTensors
 from phalanx.agent.worker import WorkerProcess, read_error_file
 from phalanx.failures import Exited, Failure, by_cause
 from phalanx.messages import (
@@ -36,6 +37,7 @@ from phalanx.messages import (
     Result,
     Returned,
     RunFinished,
+    StoreOpened,
 )
 from phalanx.page import ControlPage, prepare
 from phalanx.paths import RunPaths
@@ -86,6 +88,9 @@ class Run:
         self._recorder = Recorder(self._paths.events, self._warn_later)
         self.output = RunOutput(
             loop, self.spec, launch.console, console_fds, consoles, self.tell, self._warn_later
+        )
+        self.tensors = RunTensors(
+            loop, self.spec.world_size, self.spec.store_limit, self._who_is_alive
         )
         self._started_s = loop.time()
         self._inbox: deque[ev.Event] = deque()
@@ -209,6 +214,7 @@ class Run:
 
     def _open_generation(self, number: int) -> None:
         self._page.clear()
+        self.tensors.store.begin_generation()
         resources = RunResources(
             spec=self.spec,
             launch=self._launch,
@@ -268,6 +274,8 @@ class Run:
                 self.feed(ev.WorkerRaised(rank=rank, failure=failure))
             case Reported(metrics=metrics):
                 self._report(ev.WorkerReported(rank=rank, metrics=metrics))
+            case StoreOpened(pid=pid):
+                self.tensors.connect(fds[0], f"rank {rank}", pid)
             case DebuggerText(text=text):
                 self.output.write_plain(text)
             case DebuggerInput(prompt=prompt):
@@ -311,6 +319,13 @@ class Run:
             self._dropped_reports += 1
             return
         self._announce(event)
+
+    def _who_is_alive(self) -> str:
+        """Say who could still put something into the tensor store."""
+        if self._state is None or self._state.ended:
+            return "the run has ended"
+        alive = [rank for rank, worker in enumerate(self._state.workers) if worker.alive]
+        return f"alive: rank(s) {', '.join(map(str, alive)) or 'none'} of {self.spec.world_size}"
 
     def answer(self, rank: int, text: str) -> None:
         """Pass a line on to the debugger of a rank."""

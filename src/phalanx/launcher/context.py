@@ -6,22 +6,28 @@ import logging
 import mmap
 import os
 import queue
+import socket
 import threading
 import time
+import weakref
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from phalanx import events as ev
 from phalanx.context import RunResult, SubprocessContext
-from phalanx.errors import AgentLostError, RunStoppedError, WorkerFailedError
+from phalanx.errors import AgentLostError, RunStoppedError, StoreClosedError, WorkerFailedError
 from phalanx.kernel import visible_gpus
+from phalanx.launcher import exit as launcher_exit
 from phalanx.launcher.report import failure_page
 from phalanx.launcher.signals import stop_signals
 from phalanx.messages import (
+    CloseStore,
     ConsoleText,
     Happened,
     InputLine,
     InputWanted,
     KillRun,
+    OpenStore,
     RestartRun,
     Result,
     RunFinished,
@@ -39,6 +45,7 @@ if TYPE_CHECKING:
     from phalanx.lifecycle import GroupPhase
     from phalanx.messages import AgentMessage
     from phalanx.spec import Duration, LaunchSpec
+    from phalanx.store.client import TensorClient
 
 R = TypeVar("R")
 _log = logging.getLogger("phalanx")
@@ -75,6 +82,10 @@ class LauncherContext(SubprocessContext[R]):
         self._callbacks: queue.SimpleQueue[ev.Event | None] | None = None
         self._returns: tuple[Any, ...] | None = None
         self.looked_at = False
+        # The store outlives the run, but not this object.
+        message = CloseStore(run_id=spec.run_id)
+        self._release_store = weakref.finalize(self, _tell_if_usable, link, message)
+        self._release_store.atexit = False  # the agent ends with this process anyway
         if on_event is not None:
             self._callbacks = queue.SimpleQueue()
             threading.Thread(
@@ -130,6 +141,7 @@ class LauncherContext(SubprocessContext[R]):
             deadline = time.monotonic() + to_seconds("timeout", timeout)
         self._wait_until_ended(deadline)
         self.looked_at = True
+        launcher_exit.forget(self)  # what failed was told to the caller
         stop_signals.restore_if_idle()
         return self._result()
 
@@ -170,6 +182,16 @@ class LauncherContext(SubprocessContext[R]):
             if not fresh:
                 return
 
+    def close(self) -> None:
+        """Stop the run if it still runs, and let go of its tensors."""
+        if os.getpid() != self._owner_pid:
+            return
+        if not self.ended:
+            self.shutdown()
+        if "_tensors" in self.__dict__:
+            self._tensors.close()
+        self._release_store()
+
     def __enter__(self) -> Self:
         """Enter a block that owns the run."""
         return self
@@ -181,11 +203,39 @@ class LauncherContext(SubprocessContext[R]):
         traceback: TracebackType | None,
     ) -> None:
         """Wait for the run, or shut it down if the block ended by an exception."""
-        if exc_type is None:
-            if not (self.ended and self.looked_at):
+        try:
+            if exc_type is None and not (self.ended and self.looked_at):
                 self.wait()
-        else:
-            self.shutdown()
+        finally:
+            self.close()
+
+    # ── tensors ──────────────────────────────────────────────────────────────────────────
+
+    @cached_property
+    def _tensors(self) -> TensorClient:
+        from phalanx.store.client import TensorClient  # noqa: PLC0415 - imports torch
+
+        return TensorClient(self._open_store)
+
+    @property
+    def _own_part(self) -> int:
+        return 0
+
+    def _open_store(self) -> socket.socket:
+        if os.getpid() != self._owner_pid:
+            raise StoreClosedError(
+                "this is a fork of the launcher, which has no line to the agent: use the tensor "
+                "store in the launcher itself, or in the workers"
+            )
+        if not (self._release_store.alive and self._link.usable):
+            raise StoreClosedError(
+                f"the tensors of run {self.run_id} are gone: the context was closed, or the "
+                "agent has ended. Read them before close(), or inside the with block"
+            )
+        ours, theirs = socket.socketpair()
+        message = OpenStore(run_id=self.run_id, pid=os.getpid())
+        self._link.send(message, [theirs.detach()])
+        return ours
 
     # ── for signal handlers: only enqueue ────────────────────────────────────────────────
 
@@ -362,6 +412,11 @@ class LauncherContext(SubprocessContext[R]):
                 exceptions[failure.rank] = exception
         page = failure_page(self.spec, finished.failures, finished.restart_count)
         return WorkerFailedError(page, finished.failures, exceptions)
+
+
+def _tell_if_usable(link: AgentLink, message: CloseStore) -> None:
+    if link.usable:
+        link.send(message)
 
 
 def _say(event: ev.Event, spec: LaunchSpec) -> None:

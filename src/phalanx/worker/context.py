@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from phalanx.context import SubprocessContext
 from phalanx.errors import SpecError
-from phalanx.messages import Reported
+from phalanx.messages import Reported, StoreOpened
 
 if TYPE_CHECKING:
     import torch
 
     from phalanx.page import ControlPage
     from phalanx.spec import WorkerSpec
+    from phalanx.store.client import TensorClient
     from phalanx.worker.group import ControlGroup
     from phalanx.worker.link import AgentLink
 
@@ -132,6 +135,22 @@ class WorkerContext(SubprocessContext[Any]):
             from phalanx.worker.debugger import open_debugger  # noqa: PLC0415 - imports pdb
 
             open_debugger(self._link, rank, sys._getframe(1))  # noqa: SLF001 - as pdb does
+
+    @cached_property
+    def _tensors(self) -> TensorClient:
+        from phalanx.store.client import TensorClient  # noqa: PLC0415 - imports torch
+
+        return TensorClient(self._open_store)
+
+    @property
+    def _own_part(self) -> int:
+        return self._worker.rank
+
+    def _open_store(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._link.send(StoreOpened(pid=os.getpid()), [theirs.fileno()])
+        return ours
 
     def _control_group(self) -> ControlGroup:
         if self._group is None:

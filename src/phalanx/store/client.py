@@ -1,0 +1,398 @@
+"""The tensor store as workers and launcher use it.
+
+Each operation is a question to the agent and its answer, over one of a few sockets that a
+process keeps: as many as its threads ask at once. A forked child (a DataLoader worker) opens
+its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from phalanx import wire
+from phalanx.errors import (
+    FrameError,
+    StoreClosedError,
+    StoreError,
+    StoreFullError,
+    StoreTimeoutError,
+    TensorError,
+)
+from phalanx.spec import Duration, to_seconds
+from phalanx.store.layout import Plan, Tree, plan_tensor, plan_tree, read
+from phalanx.store.memory import WrittenSegments, as_bytes, copied, map_privately
+from phalanx.store.messages import (
+    Commit,
+    Delete,
+    Done,
+    Found,
+    Get,
+    GetCommitted,
+    GiveBack,
+    Has,
+    Hold,
+    Keys,
+    LetGo,
+    ListKeys,
+    Put,
+    Refused,
+    Reserve,
+    Reserved,
+    StoreReply,
+    StoreRequest,
+)
+
+if TYPE_CHECKING:
+    import socket
+
+_MAX_KEY = 1024
+"""Longest key, in bytes of UTF-8."""
+
+_ERRORS: dict[str, type[StoreError]] = {
+    "full": StoreFullError,
+    "timeout": StoreTimeoutError,
+    "misuse": StoreError,
+}
+
+D = TypeVar("D")
+
+
+class _Conversation:
+    """One socket to the store: a question, then its answer."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._channel: wire.Channel[StoreReply] = wire.Channel(sock, StoreReply)
+
+    def ask(self, request: StoreRequest) -> tuple[StoreReply, list[int]]:
+        """Return the answer and its descriptors, which are the caller's.
+
+        Raises:
+            StoreError: It was refused: why, and what to do.
+        """
+        try:
+            self._channel.send(request)
+            answer = self._channel.receive()
+        except (OSError, FrameError):
+            answer = None
+        if answer is None:
+            raise StoreClosedError(
+                "the tensor store is gone: the context was closed, or the agent has ended"
+            )
+        if isinstance(answer[0], Refused):
+            raise _ERRORS[answer[0].why](answer[0].message)
+        return answer
+
+    def close(self) -> None:
+        """Hang up; whatever was held is let go."""
+        self._channel.close()
+
+
+class TensorClient:
+    """What a context does with tensors. Usable from any thread, and after a fork."""
+
+    def __init__(self, connect: Callable[[], socket.socket]) -> None:
+        """Keep the way to open a socket to the store; nothing is opened before it is needed."""
+        self._connect = connect
+        self._idle: list[_Conversation] = []
+        self._written = WrittenSegments()
+        self._holding = threading.local()
+        self._pid = os.getpid()
+        self._closed = False
+
+    # ── one tensor ───────────────────────────────────────────────────────────────────────
+
+    def put(self, key: str, tensor: torch.Tensor, timeout: Duration | None) -> None:
+        """See `SubprocessContext.put_tensor`."""
+        self._put_plan(key, plan_tensor(tensor), timeout)
+
+    def get(
+        self, key: str, timeout: Duration | None, device: torch.device | str | None
+    ) -> torch.Tensor:
+        """See `SubprocessContext.get_tensor`."""
+        value, is_tree = self._get(key, timeout)
+        if is_tree:
+            raise TensorError(f"{key!r} holds a tree of tensors: use get_tensors({key!r})")
+        tensor: torch.Tensor = value if device is None else value.to(device)
+        return tensor
+
+    def update(
+        self,
+        key: str,
+        function: Callable[[torch.Tensor], torch.Tensor],
+        timeout: Duration | None,
+    ) -> torch.Tensor:
+        """See `SubprocessContext.update_tensor`."""
+        with self._hold(key, timeout, may_be_missing=False) as (conversation, old):
+            new = function(_one_tensor(key, old))
+            if not isinstance(new, torch.Tensor):
+                raise TensorError(
+                    f"update_tensor({key!r}): the function returned a {type(new).__name__}; it "
+                    "must return the new tensor, also if it changed the one that it got"
+                )
+            self._put_held(conversation, key, plan_tensor(new))
+        return new.detach()
+
+    def add(self, key: str, tensor: torch.Tensor, timeout: Duration | None) -> torch.Tensor:
+        """See `SubprocessContext.add_tensor`."""
+        summand = plan_tensor(tensor).tensors[0][0]
+        with self._hold(key, timeout, may_be_missing=True) as (conversation, old):
+            # What the caller gave stays its own.
+            total = summand.clone() if old is None else _sum(key, _one_tensor(key, old), summand)
+            self._put_held(conversation, key, plan_tensor(total))
+        return total
+
+    # ── trees ────────────────────────────────────────────────────────────────────────────
+
+    def put_tree(self, key: str, tree: Tree, timeout: Duration | None) -> None:
+        """See `SubprocessContext.put_tensors`."""
+        self._put_plan(key, plan_tree(tree), timeout)
+
+    def get_tree(self, key: str, timeout: Duration | None) -> Tree:
+        """See `SubprocessContext.get_tensors`."""
+        return self._get(key, timeout)[0]
+
+    def commit(self, key: str, tree: Tree, version: int, rank: int) -> None:
+        """See `SubprocessContext.commit_tensors`."""
+        _check_key(key)
+        if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 2**63:
+            raise TensorError(f"version must be a whole number from 0, not {version!r}")
+        plan = plan_tree(tree)
+        with self._conversation() as conversation:
+            self._send_value(
+                conversation,
+                plan,
+                lambda data, segment: Commit(
+                    key=key, version=version, rank=rank, layout=plan.layout,
+                    num_bytes=plan.num_bytes, data=data, segment=segment,
+                ),
+            )  # fmt: skip
+
+    def get_committed(self, key: str, rank: int) -> tuple[int, Tree] | None:
+        """See `SubprocessContext.get_committed_tensors`."""
+        _check_key(key)
+        with self._conversation() as conversation:
+            reply, fds = conversation.ask(GetCommitted(key=key, rank=rank))
+            if not isinstance(reply, Found):
+                return None
+            return reply.version, _value_of(reply, fds)[0]
+
+    # ── keys ─────────────────────────────────────────────────────────────────────────────
+
+    def delete(self, key: str, timeout: Duration | None) -> bool:
+        """See `SubprocessContext.delete_tensor`."""
+        self._check_not_held(key)
+        done = self._ask(Delete(key=key, timeout_s=_seconds(timeout)), Done)
+        return done.existed
+
+    def has(self, key: str) -> bool:
+        """See `SubprocessContext.has_tensor`."""
+        _check_key(key)
+        return self._ask(Has(key=key), Done).existed
+
+    def keys(self) -> list[str]:
+        """See `SubprocessContext.keys`."""
+        return list(self._ask(ListKeys(), Keys).names)
+
+    def close(self) -> None:
+        """Hang up. Tensors that were got stay as they are."""
+        self._closed = True
+        while self._idle:
+            self._idle.pop().close()
+        self._written = WrittenSegments()
+
+    # ── values on their way ──────────────────────────────────────────────────────────────
+
+    def _put_plan(self, key: str, plan: Plan, timeout: Duration | None) -> None:
+        self._check_not_held(key)
+        timeout_s = _seconds(timeout)
+        with self._conversation() as conversation:
+            self._send_value(
+                conversation,
+                plan,
+                lambda data, segment: Put(
+                    key=key, layout=plan.layout, num_bytes=plan.num_bytes, data=data,
+                    segment=segment, timeout_s=timeout_s,
+                ),
+            )  # fmt: skip
+
+    def _put_held(self, conversation: _Conversation, key: str, plan: Plan) -> None:
+        self._send_value(
+            conversation,
+            plan,
+            lambda data, segment: Put(
+                key=key, layout=plan.layout, num_bytes=plan.num_bytes, data=data,
+                segment=segment, holding=True,
+            ),
+        )  # fmt: skip
+
+    def _send_value(
+        self,
+        conversation: _Conversation,
+        plan: Plan,
+        request: Callable[[bytes | None, int | None], StoreRequest],
+    ) -> None:
+        """Send a small value in the message, a large one through a segment."""
+        if plan.num_bytes <= wire.INLINE_LIMIT:
+            conversation.ask(request(as_bytes(plan), None))
+            return
+        reserved, fds = conversation.ask(
+            Reserve(num_bytes=plan.num_bytes, mapped=self._written.numbers)
+        )
+        assert isinstance(reserved, Reserved)  # noqa: S101 - what the server answers
+        try:
+            self._written.write(plan, fds[0], reserved)
+            conversation.ask(request(None, reserved.segment))
+        except StoreClosedError:
+            raise
+        except Exception:
+            conversation.ask(GiveBack(segment=reserved.segment))
+            raise
+        finally:
+            os.close(fds[0])
+
+    def _get(self, key: str, timeout: Duration | None) -> tuple[Tree, bool]:
+        _check_key(key)
+        request = Get(key=key, timeout_s=_seconds(timeout))
+        with self._conversation() as conversation:
+            reply, fds = conversation.ask(request)
+            assert isinstance(reply, Found)  # noqa: S101 - what the server answers
+            return _value_of(reply, fds)
+
+    @contextlib.contextmanager
+    def _hold(
+        self, key: str, timeout: Duration | None, *, may_be_missing: bool
+    ) -> Iterator[tuple[_Conversation, tuple[Tree, bool] | None]]:
+        """Hold a key for a block that ends by `_put_held`, or by an exception."""
+        self._check_not_held(key)
+        request = Hold(key=key, timeout_s=_seconds(timeout), may_be_missing=may_be_missing)
+        with self._conversation() as conversation:
+            reply, fds = conversation.ask(request)
+            held = self._held_keys()
+            held.add(key)
+            try:
+                old = _value_of(reply, fds) if isinstance(reply, Found) else None
+                yield conversation, old
+            except StoreClosedError:
+                raise
+            except Exception:
+                conversation.ask(LetGo(key=key))
+                raise
+            finally:
+                held.discard(key)
+
+    # ── conversations ────────────────────────────────────────────────────────────────────
+
+    def _ask(self, request: StoreRequest, expected: type[D]) -> D:
+        with self._conversation() as conversation:
+            reply, _ = conversation.ask(request)
+            assert isinstance(reply, expected)  # noqa: S101 - what the server answers
+            return reply
+
+    @contextlib.contextmanager
+    def _conversation(self) -> Iterator[_Conversation]:
+        """Take a socket for a block.
+
+        If a question is broken off, its answer would come to the next: it is hung up then.
+        """
+        if self._pid != os.getpid():
+            self._begin_anew()
+        if self._closed:
+            raise StoreClosedError("the tensor store was closed with its context")
+        try:
+            conversation = self._idle.pop()
+        except IndexError:
+            conversation = _Conversation(self._connect())
+        try:
+            yield conversation
+        except StoreClosedError:
+            conversation.close()
+            raise
+        except Exception:  # the answer has come: StoreError, or from user code in between
+            self._idle.append(conversation)
+            raise
+        except BaseException:
+            conversation.close()
+            raise
+        self._idle.append(conversation)
+
+    def _begin_anew(self) -> None:
+        """In a forked child: the parent's sockets are not ours to speak on."""
+        self._pid = os.getpid()
+        for conversation in self._idle:
+            conversation.close()
+        self._idle = []
+        self._written.leave_to_parent()
+        self._holding = threading.local()
+
+    def _held_keys(self) -> set[str]:
+        held: set[str] | None = getattr(self._holding, "keys", None)
+        if held is None:
+            held = self._holding.keys = set()
+        return held
+
+    def _check_not_held(self, key: str) -> None:
+        _check_key(key)
+        if key in self._held_keys():
+            raise StoreError(
+                f"{key!r} is being updated by this very thread: inside the function of "
+                "update_tensor return the new value instead of putting it"
+            )
+
+
+def _value_of(found: Found, fds: list[int]) -> tuple[Tree, bool]:
+    if found.data is not None:
+        return read(found.layout, copied(found.data))
+    try:
+        return read(found.layout, map_privately(fds[0], found.num_bytes))
+    finally:
+        os.close(fds[0])
+
+
+def _one_tensor(key: str, value: tuple[Any, bool] | None) -> torch.Tensor:
+    assert value is not None  # noqa: S101 - the server waits for the key
+    if value[1]:
+        raise TensorError(
+            f"{key!r} holds a tree of tensors: get_tensors and put_tensors are for it"
+        )
+    tensor: torch.Tensor = value[0]
+    return tensor
+
+
+def _sum(key: str, old: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
+    """Return the sum, in shape and dtype of what is there."""
+    if old.shape != summand.shape:
+        raise TensorError(
+            f"add_tensor({key!r}): shape {tuple(summand.shape)} can't be added to the "
+            f"{tuple(old.shape)} that is there"
+        )
+    kind = torch.result_type(old, summand)
+    if not torch.can_cast(kind, old.dtype):
+        raise TensorError(
+            f"add_tensor({key!r}): a sum of {old.dtype} and {summand.dtype} does not fit into "
+            f"the {old.dtype} that is there"
+        )
+    return torch.add(old, summand.to(old.device)).to(old.dtype)
+
+
+def _check_key(key: str) -> None:
+    if not isinstance(key, str):
+        raise TensorError(f"a key must be a string, not {key!r:.80}")
+    try:
+        length = len(key.encode())
+    except UnicodeEncodeError as error:
+        raise TensorError(f"the key {key!r:.80} is no valid text") from error
+    if not 0 < length <= _MAX_KEY:
+        raise TensorError(
+            f"a key must have 1 to {_MAX_KEY:,} bytes, not {length:,}"
+            + (f" ({key[:40]!r}…)" if key else "")
+        )
+
+
+def _seconds(timeout: Duration | None) -> float | None:
+    return None if timeout is None else to_seconds("timeout", timeout)
