@@ -37,6 +37,7 @@ WITH_TORCH: Final = (
     "torch.nn.parallel.distributed",
     "torch.utils.data",
     "phalanx.worker.group",
+    "phalanx.store.client",
 )
 """What a worker that uses torch.distributed imports next; cheap after torch itself."""
 

@@ -218,7 +218,11 @@ class LauncherContext(SubprocessContext[R]):
         return TensorClient(self._open_store)
 
     @property
-    def _own_part(self) -> int:
+    def _own_rank(self) -> int:
+        return self.get_rank()
+
+    @property
+    def _rank_to_read(self) -> int:
         return 0
 
     def _open_store(self) -> socket.socket:

@@ -143,7 +143,11 @@ class WorkerContext(SubprocessContext[Any]):
         return TensorClient(self._open_store)
 
     @property
-    def _own_part(self) -> int:
+    def _own_rank(self) -> int:
+        return self._worker.rank
+
+    @property
+    def _rank_to_read(self) -> int:
         return self._worker.rank
 
     def _open_store(self) -> socket.socket:
