@@ -6,7 +6,6 @@ import logging
 import mmap
 import os
 import queue
-import socket
 import threading
 import time
 import weakref
@@ -15,19 +14,18 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from phalanx import events as ev
 from phalanx.context import RunResult, SubprocessContext
-from phalanx.errors import AgentLostError, RunStoppedError, StoreClosedError, WorkerFailedError
+from phalanx.errors import AgentLostError, RunStoppedError, WorkerFailedError
 from phalanx.kernel import visible_gpus
 from phalanx.launcher import exit as launcher_exit
-from phalanx.launcher.report import failure_page
+from phalanx.launcher.report import failure_page, log_event
 from phalanx.launcher.signals import stop_signals
+from phalanx.launcher.tensors import StoreAccess
 from phalanx.messages import (
-    CloseStore,
     ConsoleText,
     Happened,
     InputLine,
     InputWanted,
     KillRun,
-    OpenStore,
     RestartRun,
     Result,
     RunFinished,
@@ -83,8 +81,8 @@ class LauncherContext(SubprocessContext[R]):
         self._returns: tuple[Any, ...] | None = None
         self.looked_at = False
         # The store outlives the run, but not this object.
-        message = CloseStore(run_id=spec.run_id)
-        self._release_store = weakref.finalize(self, _tell_if_usable, link, message)
+        self._store = StoreAccess(spec.run_id, link)
+        self._release_store = weakref.finalize(self, self._store.release)
         self._release_store.atexit = False  # the agent ends with this process anyway
         if on_event is not None:
             self._callbacks = queue.SimpleQueue()
@@ -215,7 +213,7 @@ class LauncherContext(SubprocessContext[R]):
     def _tensors(self) -> TensorClient:
         from phalanx.store.client import TensorClient  # noqa: PLC0415 - imports torch
 
-        return TensorClient(self._open_store)
+        return TensorClient(self._store.open)
 
     @property
     def _own_rank(self) -> int:
@@ -224,22 +222,6 @@ class LauncherContext(SubprocessContext[R]):
     @property
     def _rank_to_read(self) -> int:
         return 0
-
-    def _open_store(self) -> socket.socket:
-        if os.getpid() != self._owner_pid:
-            raise StoreClosedError(
-                "this is a fork of the launcher, which has no line to the agent: use the tensor "
-                "store in the launcher itself, or in the workers"
-            )
-        if not (self._release_store.alive and self._link.usable):
-            raise StoreClosedError(
-                f"the tensors of run {self.run_id} are gone: the context was closed, or the "
-                "agent has ended. Read them before close(), or inside the with block"
-            )
-        ours, theirs = socket.socketpair()
-        message = OpenStore(run_id=self.run_id, pid=os.getpid())
-        self._link.send(message, [theirs.detach()])
-        return ours
 
     # ── for signal handlers: only enqueue ────────────────────────────────────────────────
 
@@ -275,7 +257,7 @@ class LauncherContext(SubprocessContext[R]):
             self._end(None)
 
     def _take_event(self, event: ev.Event) -> None:
-        _say(event, self.spec)
+        log_event(event, self.spec)
         with self._changed:
             self._events.append(event)
             self._follow(event)
@@ -416,29 +398,6 @@ class LauncherContext(SubprocessContext[R]):
                 exceptions[failure.rank] = exception
         page = failure_page(self.spec, finished.failures, finished.restart_count)
         return WorkerFailedError(page, finished.failures, exceptions)
-
-
-def _tell_if_usable(link: AgentLink, message: CloseStore) -> None:
-    if link.usable:
-        link.send(message)
-
-
-def _say(event: ev.Event, spec: LaunchSpec) -> None:
-    """What a person at the console wants to know while a run goes on."""
-    match event:
-        case ev.Warned(message=message):
-            _log.warning("%s", message)
-        case ev.GroupFell(failure=failure, restarting=True):
-            _log.warning(
-                "rank %d failed (%s); restarting all %d workers",
-                failure.rank, failure.headline(), spec.world_size,
-            )  # fmt: skip
-        case ev.WorkerRestarted(rank=rank, failure=failure):
-            _log.warning("rank %d failed (%s); restarting it", rank, failure.headline())
-        case ev.StopRequested(reason=reason, grace_s=grace_s) if reason.startswith("SIG"):
-            _log.warning("%s: stopping (at most %g s; Ctrl-C again to kill)", reason, grace_s)
-        case _:
-            pass
 
 
 def _read_line(prompt: str) -> str:

@@ -112,11 +112,7 @@ class AgentLink:
     def _receive_all(self) -> None:
         with contextlib.suppress(OSError, FrameError):
             while (received := self._channel.receive()) is not None:
-                message, fds = received
-                with self._lock:
-                    mailbox = self._mailboxes.get(message.run_id)
-                if mailbox is not None:
-                    mailbox.on_message(message, fds)
+                self._deliver(*received)
         self._outbox.put(None)
         with self._lock:
             self._lost = True
@@ -125,6 +121,13 @@ class AgentLink:
             mailbox.on_agent_lost()
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.agent_pid, 0)  # it ends with the conversation
+
+    def _deliver(self, message: AgentMessage, fds: list[int]) -> None:
+        """Hand a message over; a thread that waits for the next one must not keep its mailbox."""
+        with self._lock:
+            mailbox = self._mailboxes.get(message.run_id)
+        if mailbox is not None:
+            mailbox.on_message(message, fds)
 
 
 def _listen() -> socket.socket:

@@ -1,18 +1,41 @@
-"""The page that a failed run prints: what broke first, where, why; then what followed.
+"""What the launcher tells a person: a line where it matters, and a page when a run failed.
 
-Plain text, made for a person who has just lost a training run.
+The page says what broke first, where, why; then what followed. Plain text, made for
+a person who has just lost a training run.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
+
+from phalanx import events as ev
 
 if TYPE_CHECKING:
     from phalanx.failures import Failure
     from phalanx.spec import LaunchSpec
 
+_log = logging.getLogger("phalanx")
 _TAIL_LINES = 20
 _SHOWN_EFFECTS = 16
+
+
+def log_event(event: ev.Event, spec: LaunchSpec) -> None:
+    """Log what a person at the console wants to know while a run goes on."""
+    match event:
+        case ev.Warned(message=message):
+            _log.warning("%s", message)
+        case ev.GroupFell(failure=failure, restarting=True):
+            _log.warning(
+                "rank %d failed (%s); restarting all %d workers",
+                failure.rank, failure.headline(), spec.world_size,
+            )  # fmt: skip
+        case ev.WorkerRestarted(rank=rank, failure=failure):
+            _log.warning("rank %d failed (%s); restarting it", rank, failure.headline())
+        case ev.StopRequested(reason=reason, grace_s=grace_s) if reason.startswith("SIG"):
+            _log.warning("%s: stopping (at most %g s; Ctrl-C again to kill)", reason, grace_s)
+        case _:
+            pass
 
 
 def failure_page(spec: LaunchSpec, failures: tuple[Failure, ...], restart_count: int) -> str:
