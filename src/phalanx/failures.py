@@ -68,8 +68,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         native_stack: What faulthandler wrote when a fatal signal came.
         log_tail: The last lines that the rank printed.
         at: Seconds since the epoch.
-        retry: False where starting again can't help (it never reached user code, or
-            its return value can't travel).
+        retry: False where starting again can't help (it failed by itself before it
+            reached user code, or its return value can't travel).
         exception: The pickled exception, when it survives the journey.
     """
 

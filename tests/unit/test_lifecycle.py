@@ -125,6 +125,14 @@ def test_a_worker_that_never_entered_is_not_started_again():
     assert run.state.restart_count == 0
 
 
+def test_a_worker_that_a_signal_ended_before_it_entered_is_started_again():
+    run = run_of(2, max_restarts=5, slow=frozenset({0, 1}))
+    run.feed(ev.WorkerStarted(rank=0, pid=1))
+    run.feed(ev.WorkerExited(rank=0, exit=SIGKILLED))
+    assert run.state.restart_count == 1
+    assert run.state.generation == 1
+
+
 def test_a_start_that_fails_takes_the_other_starts_back():
     run = run_of(3, max_restarts=5, slow=frozenset({0, 1, 2}))
     failure = Failure(rank=0, cause="startup", message="no module", retry=False)

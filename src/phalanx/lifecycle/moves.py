@@ -181,7 +181,8 @@ def failure_of_exit(state: GroupState, worker: WorkerState, event: ev.WorkerExit
         log_tail=event.log_tail,
         native_stack=event.native_stack,
         at=event.at,
-        retry=entered,
+        # One that leaves by itself would do so again; a signal came from somewhere else.
+        retry=entered or not by_itself,
     )
 
 

@@ -11,14 +11,13 @@ a holder: it sees the old value until there is a new one.
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from phalanx import kernel
+from phalanx.store import refusals
+from phalanx.store.entries import Entry, StoreClient, Value, Waiting
 from phalanx.store.messages import (
     Commit,
     Delete,
@@ -36,86 +35,18 @@ from phalanx.store.messages import (
     Refused,
     Reserve,
     Reserved,
-    StoreReply,
     StoreRequest,
 )
-from phalanx.store.segments import PoolFullError, Segment, SegmentPool
+from phalanx.store.segments import PoolFullError, SegmentPool
 from phalanx.store.versions import Versions
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-_NUM_NEAR_KEYS = 3
-_VALUE_OVERHEAD = 200
-"""About how many bytes the table itself needs for a value."""
-
-
-class StoreClient(Protocol):
-    """One conversation. It must be `forget`-ed when it ends."""
-
-    name: str
-    """Who it is, for a person: ``rank 2``."""
-
-    process: object
-    """What is the same for all conversations of a process."""
-
-    def reply(self, reply: StoreReply, fds: Sequence[int] = ()) -> None:
-        """Send an answer; the descriptors are the client's from here on."""
-
-
-class Timer(Protocol):
-    """Something that will happen."""
-
-    def cancel(self) -> None:
-        """It shall not."""
+    from phalanx.store.entries import Timer
+    from phalanx.store.segments import Segment
 
 
 class _MisuseError(Exception):
     """A client asked for what can't be; the text goes to it."""
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Value:
-    """What one put brought."""
-
-    layout: bytes
-    num_bytes: int
-    data: bytes | None
-    segment: Segment | None
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Waiting:
-    """A client whose answer has to wait."""
-
-    client: StoreClient
-    go_on: Callable[[], None]
-    timer: Timer | None = None
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Entry:
-    """All that is known of a key."""
-
-    value: Value | None = None
-    versions: Versions[Value] | None = None
-    holder: StoreClient | None = None
-    in_line: deque[_Waiting] = field(default_factory=deque)
-    for_value: list[_Waiting] = field(default_factory=list)
-
-    @property
-    def exists(self) -> bool:
-        whole = self.versions is not None and self.versions.newest_whole is not None
-        return self.value is not None or whole
-
-    @property
-    def needed(self) -> bool:
-        waited_for = self.holder is not None or bool(self.in_line) or bool(self.for_value)
-        return self.value is not None or self.versions is not None or waited_for
-
-    def waiting(self) -> Iterator[_Waiting]:
-        yield from self.in_line
-        yield from self.for_value
 
 
 class TensorStore:
@@ -140,7 +71,7 @@ class TensorStore:
         self._pool = SegmentPool(limit)
         self._call_later = call_later
         self._who_is_alive = who_is_alive
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Entry] = {}
         self._reserved: dict[StoreClient, dict[int, Segment]] = {}
         self._run_has_ended = False
 
@@ -230,16 +161,16 @@ class TensorStore:
         try:
             segment = self._pool.take(request.num_bytes, client.process)
         except PoolFullError as error:
-            client.reply(_full(error))
+            client.reply(refusals.full(error))
             return
         except OSError as error:
-            client.reply(_no_memory_file(request.num_bytes, error))
+            client.reply(refusals.no_memory_file(request.num_bytes, error))
             return
         try:
             fd = os.dup(segment.fd)
         except OSError as error:
             self._pool.give_back(segment)
-            client.reply(_no_memory_file(request.num_bytes, error))
+            client.reply(refusals.no_memory_file(request.num_bytes, error))
             return
         self._reserved.setdefault(client, {})[segment.number] = segment
         fresh, segment.fresh = segment.fresh, False
@@ -265,7 +196,7 @@ class TensorStore:
             client.reply(Done(existed=replaced is not None))
             waiting, entry.for_value = entry.for_value, []
             for each in waiting:
-                _cancel(each)
+                each.stop_timer()
                 each.go_on()
 
         if request.holding:
@@ -294,20 +225,19 @@ class TensorStore:
         self, client: StoreClient, request: Put | Commit, replaced: Value | None = None
     ) -> Value | None:
         """Make a value of what a client brought; if it does not fit, say so and return None."""
-        size = _inline_size(request.layout, request.data)
-        leaving = 0 if replaced is None else _inline_size(replaced.layout, replaced.data)
-        try:
-            self._pool.make_room(max(0, size - leaving))
-        except PoolFullError as error:
-            client.reply(_full(error))
-            return None
-        segment = None
-        if request.data is None:
-            segment = self._take_reserved(client, request.segment)
-        self._pool.inline_bytes += size
-        return Value(
-            layout=request.layout, num_bytes=request.num_bytes, data=request.data, segment=segment
+        value = Value(
+            layout=request.layout, num_bytes=request.num_bytes, data=request.data, segment=None
         )
+        leaving = 0 if replaced is None else replaced.inline_bytes
+        try:
+            self._pool.make_room(max(0, value.inline_bytes - leaving))
+        except PoolFullError as error:
+            client.reply(refusals.full(error))
+            return None
+        if request.data is None:
+            value.segment = self._take_reserved(client, request.segment)
+        self._pool.inline_bytes += value.inline_bytes
+        return value
 
     def _take_reserved(self, client: StoreClient, number: int | None) -> Segment:
         segment = self._reserved.get(client, {}).pop(-1 if number is None else number, None)
@@ -326,7 +256,7 @@ class TensorStore:
 
     def _drop(self, values: list[Value]) -> None:
         for value in values:
-            self._pool.inline_bytes -= _inline_size(value.layout, value.data)
+            self._pool.inline_bytes -= value.inline_bytes
             if value.segment is not None:
                 self._pool.retire(value.segment)
 
@@ -368,13 +298,13 @@ class TensorStore:
 
         wait_in_line()
 
-    def _let_go(self, entry: _Entry, client: StoreClient) -> None:
+    def _let_go(self, entry: Entry, client: StoreClient) -> None:
         """Let those in line go on, until one of them holds the key."""
         if entry.holder is client:
             entry.holder = None
         while entry.in_line and entry.holder is None:
             waiting = entry.in_line.popleft()
-            _cancel(waiting)
+            waiting.stop_timer()
             waiting.go_on()
 
     # ── waiting ──────────────────────────────────────────────────────────────────────────
@@ -391,16 +321,9 @@ class TensorStore:
 
         def give_up() -> None:
             self._stop_waiting(entry, waiting)
-            client.reply(
-                Refused(
-                    why="timeout",
-                    message=f"{key!r} was not let go within {timeout_s:g} s: {holder.name} is in "
-                    "update_tensor with it. Nested updates of several keys must take them in "
-                    "the same order on all ranks",
-                )
-            )
+            client.reply(refusals.still_held(key, timeout_s, holder.name))
 
-        waiting = _Waiting(client=client, go_on=go_on)
+        waiting = Waiting(client=client, go_on=go_on)
         if timeout_s is not None:
             waiting.timer = self._call_later(timeout_s, give_up)
         entry.in_line.append(waiting)
@@ -423,45 +346,34 @@ class TensorStore:
             self._tidy(key, entry)
             self._refuse_late(client, key, timeout_s)
 
-        waiting = _Waiting(client=client, go_on=go_on)
+        waiting = Waiting(client=client, go_on=go_on)
         if timeout_s is not None:
             waiting.timer = self._call_later(timeout_s, give_up)
         entry.for_value.append(waiting)
 
-    def _stop_waiting(self, entry: _Entry, waiting: _Waiting) -> None:
-        _cancel(waiting)
+    def _stop_waiting(self, entry: Entry, waiting: Waiting) -> None:
+        waiting.stop_timer()
         for line in (entry.in_line, entry.for_value):
             if waiting in line:
                 line.remove(waiting)
 
     def _refuse_late(self, client: StoreClient, key: str, timeout_s: float | None = None) -> None:
+        if self._run_has_ended:
+            timeout_s = None  # it was not waited for
         there = sorted(name for name, entry in self._entries.items() if entry.value is not None)
-        near = difflib.get_close_matches(key, there, n=_NUM_NEAR_KEYS)
-        if near:
-            others = f"keys like it: {', '.join(map(repr, near))}"
-        else:
-            others = f"{len(there)} other keys are there" if there else "no key is there"
-        late = "" if not timeout_s or self._run_has_ended else f" within {timeout_s:g} s"
-        message = f"nobody has put {key!r}{late}; {others}; {self._who_is_alive()}"
-        client.reply(Refused(why="timeout", message=message))
+        client.reply(refusals.nobody_put(key, timeout_s, there, self._who_is_alive()))
 
     # ── the table ────────────────────────────────────────────────────────────────────────
 
-    def _entry(self, key: str) -> _Entry:
+    def _entry(self, key: str) -> Entry:
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._entries[key] = _Entry()
+            entry = self._entries[key] = Entry()
         return entry
 
-    def _tidy(self, key: str, entry: _Entry) -> None:
+    def _tidy(self, key: str, entry: Entry) -> None:
         if not entry.needed:
             self._entries.pop(key, None)
-
-
-def _cancel(waiting: _Waiting) -> None:
-    if waiting.timer is not None:
-        waiting.timer.cancel()
-        waiting.timer = None
 
 
 def _reply_with(client: StoreClient, value: Value, version: int = 0) -> None:
@@ -472,27 +384,6 @@ def _reply_with(client: StoreClient, value: Value, version: int = 0) -> None:
     try:
         fd = kernel.reopen(value.segment.fd, os.O_RDONLY)
     except OSError as error:
-        client.reply(_no_memory_file(value.num_bytes, error))
+        client.reply(refusals.no_memory_file(value.num_bytes, error))
     else:
         client.reply(found, [fd])
-
-
-def _inline_size(layout: bytes, data: bytes | None) -> int:
-    return len(layout) + (0 if data is None else len(data)) + _VALUE_OVERHEAD
-
-
-def _full(error: PoolFullError) -> Refused:
-    num_bytes, balance = error.args
-    return Refused(
-        why="full",
-        message=f"{num_bytes:,} bytes more don't fit into the tensor store: {balance}. Delete "
-        "keys (delete_tensor), or give start_processes a larger store_limit",
-    )
-
-
-def _no_memory_file(num_bytes: int, error: OSError) -> Refused:
-    return Refused(
-        why="full",
-        message=f"the system gave no memory file of {num_bytes:,} bytes: {error.strerror} "
-        "(`ulimit -f` and `ulimit -n` limit files' sizes and numbers)",
-    )
