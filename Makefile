@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(STAMP) ## Train on real data with four workers, one of which is killed
-	$(BIN)/python examples/train_digits.py --kill-rank 2 --kill-epoch 3
+	$(BIN)/python examples/train_digits.py --kill-rank 2 --kill-step 75
 
 test: $(STAMP) ## Run all tests
 	$(BIN)/python -m pytest

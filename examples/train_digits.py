@@ -1,11 +1,12 @@
 """Train a small network on real scans of handwritten digits, and survive a kill.
 
 Four workers train with DistributedDataParallel on scikit-learn's digits (1,797 scans of
-8 × 8 pixels, shipped inside that package). Each epoch ends with a checkpoint on disk; after
-a failure all workers start again and go on from the last one.
+8 × 8 pixels, shipped inside that package). Every few steps each of them commits its state to
+the tensor store, which is memory; after a failure all workers start again, and go on from the
+newest state that all of them had committed. The disk is not touched.
 
     python examples/train_digits.py
-    python examples/train_digits.py --kill-rank 2 --kill-epoch 3
+    python examples/train_digits.py --kill-rank 2 --kill-step 75
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import phalanx
@@ -35,9 +35,9 @@ class Settings:
 
     epochs: int
     batch_size: int
-    checkpoint: Path
+    save_every: int
     kill_rank: int | None
-    kill_epoch: int
+    kill_step: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,28 +83,29 @@ def train(rank: int, world_size: int, settings: Settings, digits: Digits) -> flo
     )
     model = DistributedDataParallel(network)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    first_epoch = resume(settings.checkpoint, network, optimizer)
-    if rank == 0 and first_epoch:
-        print(f"going on from the checkpoint of epoch {first_epoch - 1}")
+    first_step = step = resume(context, network, optimizer)
+    if rank == 0 and step:
+        print(f"going on from step {step}")
 
-    for epoch in range(first_epoch, settings.epochs):
+    while step < settings.epochs * len(loader):
+        epoch, done = divmod(step, len(loader))
         sampler.set_epoch(epoch)
-        for step, (images, labels) in enumerate(loader):
+        for images, labels in islice(loader, done, None):
             optimizer.zero_grad()
             loss = torch.nn.functional.cross_entropy(model(images), labels)
             loss.backward()
             optimizer.step()
-            if (epoch, step) == (first_epoch, 0):
-                context.report(training_since=time.time())
+            step += 1
+            if step == first_step + 1:
+                context.report(training_since=time.time(), first_step=first_step)
+            if step % settings.save_every == 0:
+                save(context, network, optimizer, step)
+            if (rank, step, context.restart_count) == (settings.kill_rank, settings.kill_step, 0):
+                print(f"SIGKILL to myself after step {step}")
+                context.report(killed_at=time.time(), killed_after=step)
+                os.kill(os.getpid(), signal.SIGKILL)
         if rank == 0:
             print(f"epoch {epoch:2d}  loss {loss.item():.3f}")
-            save(settings.checkpoint, network, optimizer, epoch)
-        dist.barrier()
-        ordered = (rank, epoch) == (settings.kill_rank, settings.kill_epoch)
-        if ordered and context.restart_count == 0:
-            print("SIGKILL to myself")
-            context.report(killed_at=time.time())
-            os.kill(os.getpid(), signal.SIGKILL)
 
     with torch.no_grad():
         guesses = network(torch.tensor(digits.test_images)).argmax(dim=1)
@@ -114,38 +115,46 @@ def train(rank: int, world_size: int, settings: Settings, digits: Digits) -> flo
 
 
 def save(
-    path: Path, network: torch.nn.Module, optimizer: torch.optim.Optimizer, epoch: int
+    context: phalanx.SubprocessContext[Any],
+    network: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: int,
 ) -> None:
-    """Write a checkpoint that is there wholly or not at all."""
-    import torch
-
-    draft = path.with_suffix(".draft")
-    state = {"network": network.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
-    torch.save(state, draft)
-    draft.replace(path)
+    """Commit this rank's state after that many steps."""
+    state = {"network": network.state_dict(), "optimizer": optimizer.state_dict()}
+    context.commit_tensors("training", state, version=step)
 
 
-def resume(path: Path, network: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load the checkpoint, if there is one; return the epoch to begin with."""
-    import torch
-
-    if not path.exists():
+def resume(
+    context: phalanx.SubprocessContext[Any],
+    network: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> int:
+    """Load what all ranks had committed, if anything; return the number of steps done."""
+    found = context.get_committed_tensors("training")
+    if found is None:
         return 0
-    state = torch.load(path, weights_only=True)
+    step, state = found
     network.load_state_dict(state["network"])
     optimizer.load_state_dict(state["optimizer"])
-    return int(state["epoch"]) + 1
+    return step
 
 
-def recovery_seconds(events: list[Event]) -> float | None:
-    """Seconds from the kill to the first optimizer step after it, on the slowest rank."""
-    killed_at, again = None, []
+def recovery(events: list[Event]) -> tuple[float, int] | None:
+    """What the kill cost: seconds until every rank trained again, and steps done twice."""
+    killed_at, killed_after, again, first_step = 0.0, None, [], 0
     for event in events:
-        if isinstance(event, WorkerReported):
-            killed_at = event.metrics.get("killed_at", killed_at)
-            if killed_at is not None and "training_since" in event.metrics:
-                again.append(float(event.metrics["training_since"] or 0))
-    return None if killed_at is None or not again else max(again) - float(killed_at)
+        if not isinstance(event, WorkerReported):
+            continue
+        metrics = {name: float(value or 0) for name, value in event.metrics.items()}
+        if "killed_at" in metrics:
+            killed_at, killed_after = metrics["killed_at"], int(metrics["killed_after"])
+        elif killed_after is not None:
+            again.append(metrics["training_since"])
+            first_step = int(metrics["first_step"])
+    if killed_after is None or not again:
+        return None
+    return max(again) - killed_at, killed_after - first_step
 
 
 def narrate(event: Event) -> None:
@@ -165,8 +174,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=16, help="per worker")
+    parser.add_argument("--save-every", type=int, default=10, help="steps")
     parser.add_argument("--kill-rank", type=int, help="this rank kills itself once")
-    parser.add_argument("--kill-epoch", type=int, default=3, help="after this epoch")
+    parser.add_argument("--kill-step", type=int, default=75, help="after so many steps")
     options = parser.parse_args()
 
     # The fork server imports torch, and what the first optimizer of a process needs (1 s),
@@ -174,29 +184,32 @@ def main() -> None:
     preload = ("torch", "torch._dynamo")
     phalanx.prewarm(preload)
     digits = load_digits()
-    with tempfile.TemporaryDirectory() as folder:
-        settings = Settings(
-            epochs=options.epochs,
-            batch_size=options.batch_size,
-            checkpoint=Path(folder, "digits.pt"),
-            kill_rank=options.kill_rank,
-            kill_epoch=options.kill_epoch,
-        )
-        context = phalanx.start_processes(
-            train,
-            options.workers,
-            args=(settings, digits),
-            preload=preload,
-            max_restarts=1,
-            on_event=narrate,
-        )
-        result = context.wait()
+    settings = Settings(
+        epochs=options.epochs,
+        batch_size=options.batch_size,
+        save_every=options.save_every,
+        kill_rank=options.kill_rank,
+        kill_step=options.kill_step,
+    )
+    context = phalanx.start_processes(
+        train,
+        options.workers,
+        args=(settings, digits),
+        preload=preload,
+        max_restarts=1,
+        on_event=narrate,
+    )
+    result = context.wait()
     accuracy = min(result.returns)
     print(f"test accuracy: {accuracy:.3f} on {len(digits.test_labels)} scans never trained on")
     print(f"restarts:      {result.restart_count}")
-    seconds = recovery_seconds(list(context.events()))
-    if seconds is not None:
+    cost = recovery(list(context.events()))
+    if cost is not None:
+        seconds, steps = cost
         print(f"recovery:      {seconds:.3f} s from the kill to training again")
+        print(f"lost:          {steps} steps, saved each {options.save_every}")
+        if not 0 <= steps <= options.save_every:
+            raise SystemExit(f"more steps were lost than were not saved: {steps}")
     if accuracy < 0.95:
         raise SystemExit(f"the accuracy is below 0.95: {accuracy:.3f}")
 
