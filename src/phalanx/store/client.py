@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -100,6 +101,7 @@ class TensorClient:
         """Keep the way to open a socket to the store; nothing is opened before it is needed."""
         self._connect = connect
         self._idle: list[_Conversation] = []
+        weakref.finalize(self, _hang_up, self._idle).atexit = False
         self._written = WrittenSegments()
         self._holding = threading.local()
         self._pid = os.getpid()
@@ -202,8 +204,7 @@ class TensorClient:
     def close(self) -> None:
         """Hang up. Tensors that were got stay as they are."""
         self._closed = True
-        while self._idle:
-            self._idle.pop().close()
+        _hang_up(self._idle)
         self._written = WrittenSegments()
 
     # ── values on their way ──────────────────────────────────────────────────────────────
@@ -324,9 +325,7 @@ class TensorClient:
     def _begin_anew(self) -> None:
         """In a forked child: the parent's sockets are not ours to speak on."""
         self._pid = os.getpid()
-        for conversation in self._idle:
-            conversation.close()
-        self._idle = []
+        _hang_up(self._idle)
         self._written.leave_to_parent()
         self._holding = threading.local()
 
@@ -343,6 +342,11 @@ class TensorClient:
                 f"{key!r} is being updated by this very thread: inside the function of "
                 "update_tensor return the new value instead of putting it"
             )
+
+
+def _hang_up(conversations: list[_Conversation]) -> None:
+    while conversations:
+        conversations.pop().close()
 
 
 def _value_of(found: Found, fds: list[int]) -> tuple[Tree, bool]:
