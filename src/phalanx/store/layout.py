@@ -13,17 +13,25 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.nn.parameter import is_lazy
 
 from phalanx.errors import TensorError
 
 _ALIGNMENT: Final = 64
 _MAX_LAYOUT: Final = 16 * 1024 * 1024
+_MAX_DEPTH: Final = 64
+"""Deepest nesting of a tree: reading must not depend on how deep the reader's own stack is."""
 
 Tree: TypeAlias = Any
 """A tensor, bool, int, float, str, bytes or None, or a list, tuple or dict of trees."""
 
 Container: TypeAlias = list[Tree] | tuple[Tree, ...] | Mapping[Any, Tree]
+
+_SPARSE: Final = (
+    torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc,
+)  # fmt: skip
+_WITH_KERNELS: Final = (torch.uint8, torch.int8, torch.bool)
+"""Of the dtypes of one byte those that torch can copy as what they are, in any layout."""
 
 # Tags of the nodes of an encoded tree: a node is a plain scalar, or a list that begins with one.
 _TENSOR, _LIST, _TUPLE, _DICT, _BIG_INT = "T", "l", "t", "d", "i"
@@ -121,7 +129,13 @@ def write(plan: Plan, memory: torch.Tensor) -> None:
             memory[offset : offset + tensor.nbytes].copy_(bytes_of(tensor))
         else:
             layout = TensorLayout(_name_of(tensor.dtype), tuple(tensor.shape), offset)
-            _view(storage, layout).copy_(tensor)
+            _copy(tensor, _view(storage, layout))
+
+
+def _copy(tensor: torch.Tensor, view: torch.Tensor) -> None:
+    if tensor.itemsize == 1 and tensor.dtype not in _WITH_KERNELS:
+        tensor, view = tensor.view(torch.uint8), view.view(torch.uint8)
+    view.copy_(tensor)
 
 
 def has_plain_bytes(tensor: torch.Tensor) -> bool:
@@ -147,7 +161,7 @@ class _Packer:
     _known: dict[object, int] = field(default_factory=dict)
     _around: set[int] = field(default_factory=set)
 
-    def pack(self, node: Tree, path: str) -> object:
+    def pack(self, node: Tree, path: str) -> object:  # noqa: PLR0911 - one return per type
         """Return a node as it is encoded."""
         if node is None or isinstance(node, bool):
             return node
@@ -155,13 +169,17 @@ class _Packer:
             return [_TENSOR, self._pack_tensor(node, path)]
         if isinstance(node, int):
             number = int(node)
-            return number if -(2**63) <= number < 2**64 else [_BIG_INT, str(number)]
+            return number if -(2**63) <= number < 2**64 else [_BIG_INT, hex(number)]
         if isinstance(node, float):
-            return float(node)  # of NumPy's, too
-        if isinstance(node, str | bytes):
-            return node
+            return float(node)
+        if isinstance(node, bytes):
+            return bytes(node)
+        if isinstance(node, str):
+            return _plain_text(node, path)
         if isinstance(node, list | tuple | Mapping):
             return self._pack_container(node, path)
+        if type(node).__module__ == "numpy" and getattr(node, "shape", None) == ():
+            return self.pack(node.item(), path)  # one of NumPy's numbers
         raise TensorError(
             f"{path or 'the value'} is a {type(node).__name__}: a tree holds tensors, numbers, "
             "strings, bytes, None, and lists, tuples and dicts of these"
@@ -170,6 +188,8 @@ class _Packer:
     def _pack_container(self, node: Container, path: str) -> list[object]:
         if id(node) in self._around:
             raise TensorError(f"{path} contains itself")
+        if len(self._around) == _MAX_DEPTH:
+            raise TensorError(f"{path[:80]}… is nested deeper than {_MAX_DEPTH} levels")
         self._around.add(id(node))
         if isinstance(node, Mapping):
             packed: list[object] = [_DICT]
@@ -188,7 +208,10 @@ class _Packer:
 
     def _pack_tensor(self, tensor: torch.Tensor, path: str) -> int:
         tensor = _plain(tensor, path or "the value")
-        place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+        place = (
+            tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device,
+            tensor.is_conj(), tensor.is_neg(),
+        )  # fmt: skip
         known = self._known.get(place) if tensor.nbytes else None
         if known is not None:
             return known
@@ -207,7 +230,7 @@ def _unpack(node: Any, tensors: list[torch.Tensor]) -> Tree:  # noqa: ANN401
     if tag == _TENSOR:
         return tensors[rest[0]]
     if tag == _BIG_INT:
-        return int(rest[0])
+        return int(rest[0], 16)
     values = [_unpack(each, tensors) for each in rest]
     if tag == _DICT:
         return dict(zip(values[::2], values[1::2], strict=True))
@@ -215,7 +238,7 @@ def _unpack(node: Any, tensors: list[torch.Tensor]) -> Tree:  # noqa: ANN401
 
 
 def _view(storage: torch.UntypedStorage, layout: TensorLayout) -> torch.Tensor:
-    empty = torch.empty(0, dtype=getattr(torch, layout.dtype))
+    empty = torch.empty(0, dtype=torch.uint8).view(getattr(torch, layout.dtype))
     strides, step = [], 1
     for length in reversed(layout.shape):
         strides.append(step)
@@ -238,17 +261,46 @@ def _plain(tensor: torch.Tensor, what: str) -> torch.Tensor:
             f"{what} is a {type(tensor).__name__}, no torch.Tensor (torch.as_tensor makes one; "
             "put_tensors takes dicts, lists and numbers)"
         )
-    if is_traceable_wrapper_subclass(tensor):
-        raise TensorError(
-            f"{what} is a {type(tensor).__name__}, a wrapper around tensors: put what is in it "
-            "(of a DTensor: to_local(), or full_tensor())"
-        )
+    if is_lazy(tensor):
+        raise TensorError(f"{what} is a lazy parameter without a shape: run the module once first")
     for is_one, kind, instead in (
         (tensor.is_quantized, "quantised", "put dequantize(), or int_repr() with its scales"),
         (tensor.is_nested, "nested", "put the list of unbind() with put_tensors"),
-        (tensor.layout != torch.strided, "sparse", "put to_dense(), or its parts in put_tensors"),
+        (tensor.layout in _SPARSE, "sparse", "put to_dense(), or its parts in put_tensors"),
+        (tensor.layout != torch.strided, f"of layout {tensor.layout}", "put to_dense()"),
         (tensor.is_meta, "on the meta device", "it has no values yet: make it with to_empty()"),
     ):
         if is_one:
             raise TensorError(f"{what} is a tensor that is {kind}: {instead}")
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise TensorError(
+            f"{what} is a {type(tensor).__name__}, a wrapper around tensors: put what is in it "
+            "(of a DTensor: to_local(), or full_tensor())"
+        )
+    if tensor.numel() and not _has_memory(tensor):
+        raise TensorError(
+            f"{what} has no memory of its own: it is a tensor that torch.func or a tracer made, "
+            "or one whose storage was freed"
+        )
     return tensor.detach()
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    try:
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return False
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((length - 1) * stride for length, stride in pairs)
+    return address != 0 and (last + 1) * tensor.itemsize <= storage.nbytes()
+
+
+def _plain_text(text: str, path: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise TensorError(
+            f"{path or 'the value'} has the string {text!r}: no valid text"
+        ) from error
+    return str.__str__(text)

@@ -25,7 +25,7 @@ _STEPS_PER_DOUBLING = 8
 _NUM_PROBES = 8
 """Most retired segments that one operation asks the kernel about, while there is room."""
 _KEPT_PART = 4
-"""At most this part of the limit stays in segments without a value (1/4)."""
+"""At most this part of the limit stays in free segments (1/4)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +64,7 @@ class SegmentPool:
     inline_bytes: int = 0
     _segment_bytes: int = 0
     _pooled_bytes: int = 0
+    _free_bytes: int = 0
     _free: dict[int, deque[Segment]] = field(default_factory=dict)
     _retired: deque[Segment] = field(default_factory=deque)
     _existing: dict[int, Segment] = field(default_factory=dict)
@@ -85,14 +86,15 @@ class SegmentPool:
             PoolFullError: It would exceed the limit.
             OSError: The system has no memory file to give.
         """
-        size = _rounded(num_bytes)
-        segment = self._take_free(size, writer)
+        sizes = (_rounded(num_bytes), _in_pages(num_bytes))
+        segment = self._take_free(sizes, writer)
         if segment is None:
             self._reclaim(_NUM_PROBES)
-            segment = self._take_free(size, writer)
+            segment = self._take_free(sizes, writer)
         if segment is None:
-            segment = self._make(self._fitted(size, num_bytes))
+            segment = self._make(self._fitted(*sizes))
         segment.last_writer = writer
+        self._trim()
         return segment
 
     def give_back(self, segment: Segment) -> None:
@@ -131,11 +133,12 @@ class SegmentPool:
         self._existing.clear()
         self._free.clear()
         self._retired.clear()
-        self._segment_bytes = self._pooled_bytes = self.inline_bytes = 0
+        self._segment_bytes = self._pooled_bytes = self._free_bytes = self.inline_bytes = 0
 
     # ── inside ───────────────────────────────────────────────────────────────────────────
 
-    def _take_free(self, size: int, writer: object) -> Segment | None:
+    def _take_free(self, sizes: tuple[int, ...], writer: object) -> Segment | None:
+        size = next((size for size in sizes if size in self._free), 0)
         fitting = self._free.pop(size, None)
         if not fitting:
             return None
@@ -145,18 +148,20 @@ class SegmentPool:
         if fitting:
             self._free[size] = fitting  # last in order: the most recently used size
         self._pooled_bytes -= size
+        self._free_bytes -= size
         return chosen
 
     def _set_free(self, segment: Segment) -> None:
         self._free.setdefault(segment.num_bytes, deque()).append(segment)
+        self._free_bytes += segment.num_bytes
 
-    def _fitted(self, size: int, num_bytes: int) -> int:
+    def _fitted(self, size: int, least: int) -> int:
         """Make room for a whole class of sizes, or at least for what is needed."""
         try:
             self.make_room(size)
         except PoolFullError:
-            size = -(-num_bytes // _PAGE) * _PAGE
-            self.make_room(size)
+            self.make_room(least)
+            return least
         return size
 
     def _make(self, size: int) -> Segment:
@@ -185,7 +190,7 @@ class SegmentPool:
         keep = self.limit // _KEPT_PART
         if self._pooled_bytes > keep:
             self._reclaim(_NUM_PROBES)
-        while self._pooled_bytes > keep and self._drop_a_free_one():
+        while self._free_bytes > keep and self._drop_a_free_one():
             pass
 
     def _drop_a_free_one(self) -> bool:
@@ -195,6 +200,7 @@ class SegmentPool:
             if not segments:
                 del self._free[size]
             self._pooled_bytes -= size
+            self._free_bytes -= size
             os.ftruncate(segment.fd, 0)  # frees the pages, also those that a writer has mapped
             self._drop(segment)
             return True
@@ -217,3 +223,7 @@ def _rounded(num_bytes: int) -> int:
     """Round up to one of eight sizes per doubling, so that segments fit again."""
     step = max(_PAGE, (1 << (num_bytes - 1).bit_length()) // 2 // _STEPS_PER_DOUBLING)
     return -(-num_bytes // step) * step
+
+
+def _in_pages(num_bytes: int) -> int:
+    return -(-num_bytes // _PAGE) * _PAGE
