@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from phalanx.events import Event
     from phalanx.lifecycle import GroupPhase
     from phalanx.spec import Duration
+    from phalanx.sync.parameters import Target
 
 R = TypeVar("R")
 """What the main function returns."""
@@ -160,6 +161,59 @@ class SubprocessContext(SharedTensors, Generic[R]):
     def barrier(self) -> None:
         """Wait until every rank has come here. Every rank must call it."""
         _only_in_a_worker("barrier()")
+
+    def synchronize(
+        self,
+        target: Target | None = None,
+        *,
+        average: bool = True,
+        align: bool = True,
+        overlap: bool = True,
+        check_finite: bool = False,
+        guard: bool = True,
+        bucket_mb: float = 25.0,
+        timeout: Duration = 300.0,
+    ) -> None:
+        """Average gradients over all ranks. Every rank must call it, equally often. Blocks.
+
+        Call it between ``backward()`` (one, or several to accumulate) and ``step()``; scale and
+        clip gradients before or after it. Afterwards all ranks hold the same bits. A parameter
+        that got a gradient on some ranks counts as zero on the others; one that got none
+        anywhere keeps none. In a world of one nothing is copied. Before the first ``backward()``
+        it does nothing but compare what the ranks mean.
+
+        Args:
+            target: A module, an optimizer, parameters, ``named_parameters()``, or several of
+                these; None: the parameters of every optimizer made in this worker.
+            average: Average; False: sum.
+            align: In the first call with these parameters compare their values, too. If ranks
+                differ, all get parameters, buffers and this step's gradients of rank 0.
+            overlap: Send gradients while ``backward()`` still runs, once the set of parameters
+                is steady. Stops by itself where that does not pay: if gradients change after
+                ``backward()`` has made them (several of them, clipping before the call).
+            check_finite: Look for gradients that are infinite or no number, on all ranks.
+            guard: From now on an optimizer's ``step()`` raises if it would apply a gradient that
+                nobody averaged.
+            bucket_mb: Size of the pieces that are sent, in MiB.
+            timeout: Seconds (or timedelta) to wait for the other ranks.
+
+        Raises:
+            SynchronizeError: Ranks mean different parameters (names the first that differs),
+                or gradients are sparse, or not finite.
+            SynchronizeTimeoutError: Names the ranks that have not come.
+        """
+        _only_in_a_worker("synchronize()")
+
+    def broadcast_parameters(self, target: Target) -> None:
+        """Give all ranks the parameters and buffers of rank 0. Every rank must call it. Blocks.
+
+        Args:
+            target: As for `synchronize`; buffers are those of a module.
+
+        Raises:
+            SynchronizeError: Ranks mean different tensors.
+        """
+        _only_in_a_worker("broadcast_parameters()")
 
     def breakpoint(self, rank: int = 0) -> None:
         """Open a debugger (pdb) on one rank, with the launcher's terminal; no-op on others.

@@ -70,6 +70,14 @@ class TensorError(StoreError, TypeError):
     """A key or a value is none that the tensor store can hold."""
 
 
+class SynchronizeError(PhalanxError, RuntimeError):
+    """Ranks don't agree on what `synchronize()` is about, or a gradient was not averaged."""
+
+
+class SynchronizeTimeoutError(SynchronizeError, TimeoutError):
+    """Not all ranks came to a `synchronize()` in time; the text names those that did not."""
+
+
 class FrameError(PhalanxError):
     """Bytes on a connection are not a frame of the protocol; the connection is closed."""
 

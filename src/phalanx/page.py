@@ -27,6 +27,7 @@ _ABORTED_BY: Final = 1  # rank + 1, 0 while nobody did
 _POLLS_STOP: Final = 0
 _STEP: Final = 1
 _PROGRESS_NS: Final = 2
+_SYNCHRONIZE_CALLS: Final = 3
 
 
 class ControlPage:
@@ -88,6 +89,15 @@ class ControlPage:
         """Return a rank's last step and when it was (monotonic ns; 0: never)."""
         line = self._line(rank)
         return self._words[line + _STEP], self._words[line + _PROGRESS_NS]
+
+    def note_synchronize(self, rank: int, calls: int) -> None:
+        """The worker has come to that many `synchronize()` calls."""
+        self._words[self._line(rank) + _SYNCHRONIZE_CALLS] = calls
+
+    def synchronize_calls(self, rank: int) -> int:
+        """Return how many `synchronize()` calls a rank has come to."""
+        calls: int = self._words[self._line(rank) + _SYNCHRONIZE_CALLS]
+        return calls
 
     @staticmethod
     def _line(rank: int) -> int:

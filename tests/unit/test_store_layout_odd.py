@@ -144,3 +144,11 @@ def test_numbers_of_numpy_arrive_as_plain_ones(number, plain):
     (arrived,) = trip_tree([number])
     assert arrived == plain
     assert type(arrived) is type(plain)
+
+
+@pytest.mark.parametrize(
+    "number", [np.longdouble(1.5), np.complex64(1), np.datetime64("2026-01-01")]
+)
+def test_numbers_of_numpy_that_have_no_plain_one_are_refused(number):
+    with pytest.raises(TensorError, match=type(number).__name__):
+        plan_tree({"a": number})

@@ -281,6 +281,28 @@ def test_near_the_limit_a_segment_is_as_small_as_it_may_be(pool):
     assert pool.take(asked, "a").num_bytes == 4 * MIB + 3 * PAGE
 
 
+def test_a_segment_as_small_as_it_may_be_is_taken_again(pool):
+    pool.take(56 * MIB, "a")
+    pool.inline_bytes = 5 * PAGE
+    segment = pool.take(8 * MIB - 6 * PAGE, "a")
+    assert segment.num_bytes == 8 * MIB - 6 * PAGE
+    pool.give_back(segment)
+    assert pool.take(8 * MIB - 6 * PAGE, "a") is segment
+
+
+@needs_leases
+def test_what_was_read_for_long_is_trimmed_by_the_next_take(pool):
+    segments = [pool.take(8 * MIB, "a") for _ in range(6)]
+    readers = [Reader(segment) for segment in segments]
+    for segment in segments:
+        pool.retire(segment)
+    assert pool.num_bytes == 48 * MIB
+    for reader in readers:
+        reader.unmap()
+    pool.take(PAGE, "a")
+    assert pool.num_bytes == 16 * MIB + PAGE, "a quarter is kept"
+
+
 def test_the_smallest_that_would_do_is_refused_if_it_does_not_fit(pool):
     pool.take(32 * MIB, "a")
     pool.take(28 * MIB, "a")
@@ -489,6 +511,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.counter += 1
         os.pwrite(segment.fd, self.mark(), 0)
         self.taken.append(segment)
+        self.check_what_is_kept()
 
     @precondition(lambda self: self.taken)
     @rule(index=index)
@@ -518,7 +541,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def check_what_is_kept(self):
         """Beyond a quarter of the limit only what is read, or was when the pool asked."""
-        assert not self.pool._free or self.pool._pooled_bytes <= self.limit // 4
+        assert self.pool._free_bytes <= self.limit // 4
 
     @rule(num_bytes=st.integers(0, 20 * PAGE))
     def put_inline(self, num_bytes):
@@ -553,7 +576,9 @@ class PoolMachine(RuleBasedStateMachine):
     def its_books_are_right(self):
         sizes = [segment.num_bytes for segment in self.pool._existing.values()]
         assert self.pool.num_bytes == sum(sizes) + self.pool.inline_bytes
-        pooled = [*self.pool._retired, *(s for each in self.pool._free.values() for s in each)]
+        free = [segment for each in self.pool._free.values() for segment in each]
+        assert self.pool._free_bytes == sum(segment.num_bytes for segment in free)
+        pooled = [*self.pool._retired, *free]
         assert self.pool._pooled_bytes == sum(segment.num_bytes for segment in pooled)
         assert {*pooled, *self.taken} == set(self.pool._existing.values())
 

@@ -38,6 +38,7 @@ WITH_TORCH: Final = (
     "torch.utils.data",
     "phalanx.worker.group",
     "phalanx.store.client",
+    "phalanx.sync.synchronizer",
 )
 """What a worker that uses torch.distributed imports next; cheap after torch itself."""
 

@@ -178,8 +178,9 @@ class _Packer:
             return _plain_text(node, path)
         if isinstance(node, list | tuple | Mapping):
             return self._pack_container(node, path)
-        if type(node).__module__ == "numpy" and getattr(node, "shape", None) == ():
-            return self.pack(node.item(), path)  # one of NumPy's numbers
+        plain = _number_of_numpy(node)
+        if plain is not None:
+            return plain
         raise TensorError(
             f"{path or 'the value'} is a {type(node).__name__}: a tree holds tensors, numbers, "
             "strings, bytes, None, and lists, tuples and dicts of these"
@@ -293,7 +294,15 @@ def _has_memory(tensor: torch.Tensor) -> bool:
         return False
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     last = tensor.storage_offset() + sum((length - 1) * stride for length, stride in pairs)
-    return address != 0 and (last + 1) * tensor.itemsize <= storage.nbytes()
+    return bool(address) and (last + 1) * tensor.itemsize <= int(storage.nbytes())
+
+
+def _number_of_numpy(node: Tree) -> float | None:
+    """Return a plain bool, int or float for one of NumPy's; None for anything else."""
+    if type(node).__module__ != "numpy" or getattr(node, "shape", None) != ():
+        return None
+    value = node.item()
+    return value if isinstance(value, bool | int | float) else None
 
 
 def _plain_text(text: str, path: str) -> str:
@@ -301,6 +310,6 @@ def _plain_text(text: str, path: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise TensorError(
-            f"{path or 'the value'} has the string {text!r}: no valid text"
+            f"{path or 'the value'} has the string {text!r:.80}: it is no valid text"
         ) from error
     return str.__str__(text)

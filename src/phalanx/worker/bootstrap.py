@@ -23,10 +23,12 @@ from phalanx.context import install_context
 from phalanx.errors import PayloadError
 from phalanx.messages import Entered, MakeStoreHost, MakeWorker, Raised, Returned
 from phalanx.page import ControlPage
+from phalanx.sync.optimizers import watch_optimizers
 from phalanx.wire import INLINE_LIMIT
 from phalanx.worker import fresh
 from phalanx.worker.capture import failure_of
 from phalanx.worker.context import WorkerContext
+from phalanx.worker.imports import after_import
 from phalanx.worker.link import AgentLink
 
 if TYPE_CHECKING:
@@ -110,6 +112,7 @@ def _run(
     context = WorkerContext(worker, link, ControlPage(page, worker.world_size))
     os.close(page)
     install_context(context)
+    after_import("torch.optim.optimizer", watch_optimizers)
     call = _load(worker, image, payload, context, link)
     link.send(Entered())
     _finish(_call(worker, call, link))

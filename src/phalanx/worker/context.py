@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any
 from phalanx.context import SubprocessContext
 from phalanx.errors import SpecError
 from phalanx.messages import Reported, StoreOpened
+from phalanx.spec import to_seconds
 
 if TYPE_CHECKING:
     import torch
 
     from phalanx.page import ControlPage
-    from phalanx.spec import WorkerSpec
+    from phalanx.spec import Duration, WorkerSpec
     from phalanx.store.client import TensorClient
+    from phalanx.sync.parameters import Target
+    from phalanx.sync.synchronizer import Synchronizer
     from phalanx.worker.group import ControlGroup
     from phalanx.worker.link import AgentLink
 
@@ -125,6 +128,39 @@ class WorkerContext(SubprocessContext[Any]):
             self._control_group().barrier()
         self.heartbeat()
 
+    def synchronize(
+        self,
+        target: Target | None = None,
+        *,
+        average: bool = True,
+        align: bool = True,
+        overlap: bool = True,
+        check_finite: bool = False,
+        guard: bool = True,
+        bucket_mb: float = 25.0,
+        timeout: Duration = 300.0,
+    ) -> None:
+        """Average gradients over all ranks."""
+        from phalanx.sync.synchronizer import Options  # noqa: PLC0415 - imports torch
+
+        if not 0 < bucket_mb < float("inf"):
+            raise SpecError(f"synchronize(bucket_mb=…) must be more than 0, not {bucket_mb!r}")
+        options = Options(
+            average=average,
+            align=align,
+            overlap=overlap,
+            check_finite=check_finite,
+            guard=guard,
+            bucket_mb=bucket_mb,
+            timeout_s=to_seconds("timeout", timeout),
+        )
+        self._synchronizer.synchronize(target, options)
+        self.heartbeat()
+
+    def broadcast_parameters(self, target: Target) -> None:
+        """Give all ranks the parameters and buffers of rank 0."""
+        self._synchronizer.broadcast(target)
+
     def breakpoint(self, rank: int = 0) -> None:
         """Open a debugger on one rank."""
         if not 0 <= rank < self._worker.world_size:
@@ -156,12 +192,17 @@ class WorkerContext(SubprocessContext[Any]):
             self._link.send(StoreOpened(pid=os.getpid()), [theirs.fileno()])
         return ours
 
+    @cached_property
+    def _synchronizer(self) -> Synchronizer:
+        from phalanx.sync.synchronizer import Synchronizer  # noqa: PLC0415 - imports torch
+
+        return Synchronizer(self._worker, self._page, self.get_backend())
+
     def _control_group(self) -> ControlGroup:
         if self._group is None:
             from phalanx.worker.group import ControlGroup  # noqa: PLC0415 - imports torch
 
-            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            self._group = ControlGroup(self._worker, address, port)
+            self._group = ControlGroup(self._worker)
         return self._group
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import PhalanxError, SpecError
+from phalanx.errors import SpecError
+from phalanx.sync.groups import make_group
 
 if TYPE_CHECKING:
     from phalanx.spec import WorkerSpec
-
-_TIMEOUT = timedelta(minutes=30)
 
 
 class ControlGroup:
@@ -24,24 +22,16 @@ class ControlGroup:
     later ``init_process_group()`` of the user does not collide with it.
     """
 
-    def __init__(self, worker: WorkerSpec, master_addr: str, master_port: int) -> None:
+    def __init__(self, worker: WorkerSpec) -> None:
         """Join the group. Blocks until every rank has come here.
 
         Raises:
             PhalanxError: With ``restart="worker"`` there is no group to share.
         """
-        if worker.restart == "worker":
-            raise PhalanxError(
-                'restart="worker" is for workers that share no process group, so barrier() and '
-                'should_stop() are not for them; use restart="group", or read stop_requested'
-            )
         self._worker = worker
         self._group: dist.ProcessGroup | None = None
-        if dist.is_initialized():
-            return
-        store = dist.TCPStore(master_addr, master_port, None, is_master=False, timeout=_TIMEOUT)
-        prefix = dist.PrefixStore(f"phalanx/{worker.generation}", store)
-        self._group = dist.ProcessGroupGloo(prefix, worker.rank, worker.world_size, _TIMEOUT)
+        if not dist.is_initialized():
+            self._group = make_group(worker, "gloo", "control")
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""

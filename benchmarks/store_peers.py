@@ -1,0 +1,418 @@
+"""The tensor store's peers: each hands tensors from one process to another, its own way.
+
+Every one of them, Phalanx too, is driven by the same loop (`hand_over`) in two processes with
+one thread each: rank 0 puts a tensor, then rank 1 gets it, reads all of it, and drops it, as a
+training loop would. The next round begins when both are done. Times are of the machine's one
+monotonic clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import pickle
+import queue
+import socket
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_WARM_UP = 3
+"""Rounds that don't count: the pages and segments that are used again come to be in them."""
+_BUDGET_S = 10.0
+"""Time for one size; a peer that needs more gets fewer rounds."""
+_FEWEST = 2
+_PATIENCE_S = 300.0
+
+Samples = list[tuple[int, ...]]
+"""By round: when a put began and ended; of rank 1: when a get began and ended, all was read
+and dropped. In nanoseconds."""
+
+
+class Peer:
+    """One way to hand a tensor over.
+
+    Attributes:
+        name: As it is printed.
+        separate: Whether put and get can be told apart. If not, rank 1 waits in `get` already
+            when rank 0 calls `put`.
+        snapshot: Whether what was put stays what it was when its writer changes the tensor. If
+            not, rank 0 makes a new tensor for each round, which is not timed: so there is one
+            copy, as with the others.
+        limit: Most bytes that it takes.
+    """
+
+    name = ""
+    separate = True
+    snapshot = True
+    limit: float = float("inf")
+
+    @classmethod
+    @contextlib.contextmanager
+    def shared(cls, start: Any) -> Iterator[object]:
+        """Make, in the parent, what both processes get."""
+        yield None
+
+    def open(self, rank: int, folder: str, shared: Any, line: Line) -> None:
+        """Connect; in both processes."""
+
+    def put(self, tensor: Any) -> None:
+        raise NotImplementedError
+
+    def get(self, like: Any) -> Any:
+        """Return the tensor; `like` may be written into."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Hang up; in both processes."""
+
+
+class Line:
+    """Between the two processes, beside what is measured: who may go on."""
+
+    def __init__(self, rank: int, folder: str) -> None:
+        path = str(Path(folder, "line"))
+        if rank == 0:
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(path)
+                listener.listen()
+                listener.settimeout(_PATIENCE_S)
+                self._sock, _ = listener.accept()
+        else:
+            self._sock = _connected(path)
+        self._sock.settimeout(_PATIENCE_S)
+
+    def tell(self, word: bytes = b".") -> None:
+        self._sock.sendall(word)
+
+    def hear(self) -> bytes:
+        word = self._sock.recv(1)
+        if not word:
+            raise RuntimeError("the other process is gone")
+        return word
+
+
+def _connected(path: str) -> socket.socket:
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.connect(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            sock.close()
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+        else:
+            return sock
+
+
+# ── the loop ─────────────────────────────────────────────────────────────────────────────
+
+
+def hand_over(peer: Peer, rank: int, line: Line, num_bytes: int, runs: int) -> Samples:
+    """Hand tensors of one size over, again and again; return this rank's times."""
+    return _write(peer, line, num_bytes, runs) if rank == 0 else _read(peer, line, num_bytes)
+
+
+def _write(peer: Peer, line: Line, num_bytes: int, runs: int) -> Samples:
+    import torch
+
+    source = torch.rand(num_bytes // 4)
+    samples: Samples = []
+    deadline = time.monotonic() + _BUDGET_S
+    for number in range(_WARM_UP + runs):
+        if number >= _WARM_UP + _FEWEST and time.monotonic() > deadline:
+            break
+        source[0] = source[-1] = number
+        tensor = source if peer.snapshot else source.clone()
+        line.tell()
+        line.hear()  # rank 1 is at its get
+        began = time.monotonic_ns()
+        peer.put(tensor)
+        samples.append((began, time.monotonic_ns()))
+        line.tell()
+        line.hear()  # rank 1 has read, and dropped what it got
+    line.tell(b"!")
+    return samples[_WARM_UP:]
+
+
+def _read(peer: Peer, line: Line, num_bytes: int) -> Samples:
+    import torch
+
+    like = torch.zeros(num_bytes // 4)
+    samples: Samples = []
+    while line.hear() == b".":
+        line.tell()
+        if peer.separate:
+            line.hear()  # rank 0 has put
+        began = time.monotonic_ns()
+        tensor = peer.get(like)
+        got = time.monotonic_ns()
+        tensor.sum()
+        whole = float(tensor[0]) == float(tensor[-1]) == len(samples)
+        whole = whole and tensor.nbytes == num_bytes
+        del tensor
+        samples.append((began, got, time.monotonic_ns()))
+        if not peer.separate:
+            line.hear()
+        line.tell()
+        if not whole:
+            raise RuntimeError(f"{peer.name}: something else arrived than was put")
+    return samples[_WARM_UP:]
+
+
+# ── two processes ────────────────────────────────────────────────────────────────────────
+
+
+def measure(peer: type[Peer], sizes: dict[int, int]) -> dict[int, list[Samples]] | str:
+    """Hand over `sizes` (bytes: rounds); return both ranks' times by size, or what failed."""
+    if peer.__name__.startswith("Ray"):
+        return _measure_ray(peer, sizes)
+    import multiprocessing
+
+    start = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, peer.shared(start) as shared:
+        ends, processes = [], []
+        try:
+            for rank in range(2):
+                ours, theirs = start.Pipe(duplex=False)
+                args = (peer, rank, folder, shared, sizes, theirs)
+                process = start.Process(target=_worker, args=args, daemon=True)
+                process.start()
+                theirs.close()
+                ends.append(ours)
+                processes.append(process)
+            return _by_size([_answer(end) for end in ends])
+        finally:
+            for process in processes:
+                process.join(0.0 if process.exitcode is None else None)
+                process.terminate()
+            for process in processes:
+                process.join(5.0)
+                process.kill()
+                process.join()
+
+
+def _answer(end: Any) -> dict[int, Samples] | str:
+    try:
+        answer: dict[int, Samples] | str = (
+            end.recv() if end.poll(_PATIENCE_S) else "no answer in time"
+        )
+    except EOFError:
+        answer = "a process died"
+    return answer
+
+
+def _by_size(answers: list[Any]) -> dict[int, list[Samples]] | str:
+    failed = [answer for answer in answers if isinstance(answer, str)]
+    if failed:
+        # The one that only says that the other has gone knows less.
+        return min(failed, key=lambda text: ("is gone" in text, "closed by" in text))
+    return {size: [answer[size] for answer in answers] for size in answers[0]}
+
+
+def _worker(
+    kind: type[Peer], rank: int, folder: str, shared: object, sizes: dict[int, int], answers: Any
+) -> None:
+    try:
+        result: object = work(kind(), rank, folder, shared, sizes)
+    except KeyboardInterrupt:
+        return
+    except Exception:  # noqa: BLE001 - it is handed on
+        result = traceback.format_exc().strip().splitlines()[-1]
+    answers.send(result)
+    answers.close()
+    os._exit(0)  # some of these libraries hang, or complain, in their teardown
+
+
+def work(
+    peer: Peer, rank: int, folder: str, shared: object, sizes: dict[int, int]
+) -> dict[int, Samples]:
+    """Be one of the two processes."""
+    import torch
+
+    torch.set_num_threads(1)
+    line = Line(rank, folder)
+    peer.open(rank, folder, shared, line)
+    times = {
+        size: hand_over(peer, rank, line, size, runs)
+        for size, runs in sizes.items()
+        if size <= peer.limit
+    }
+    peer.close()
+    line.tell()
+    line.hear()
+    return times
+
+
+# ── the peers ────────────────────────────────────────────────────────────────────────────
+
+
+class Manager(Peer):
+    """A dict in a process of its own; tensors in it are in shared memory."""
+
+    name = "multiprocessing.Manager, dict"
+    snapshot = False
+
+    @classmethod
+    @contextlib.contextmanager
+    def shared(cls, start: Any) -> Iterator[object]:
+        with start.Manager() as manager:
+            yield manager.dict()
+
+    def open(self, rank: int, folder: str, shared: Any, line: Line) -> None:
+        import torch.multiprocessing  # noqa: F401 - it knows how to share tensors
+
+        self._dict = shared
+
+    def put(self, tensor: Any) -> None:
+        self._dict["key"] = tensor
+
+    def get(self, like: Any) -> Any:
+        return self._dict["key"]
+
+
+class Queue(Peer):
+    name = "torch.multiprocessing.Queue"
+    separate = False
+    snapshot = False
+
+    @classmethod
+    @contextlib.contextmanager
+    def shared(cls, start: Any) -> Iterator[object]:
+        yield start.Queue()  # what torch.multiprocessing has is the same class
+
+    def open(self, rank: int, folder: str, shared: Any, line: Line) -> None:
+        import torch.multiprocessing  # noqa: F401 - it knows how to share tensors
+
+        self._queue = shared
+
+    def put(self, tensor: Any) -> None:
+        self._queue.put(tensor)
+
+    def get(self, like: Any) -> Any:
+        return self._queue.get(timeout=_PATIENCE_S)
+
+
+class SharedQueue(Queue):
+    """The same tensor again and again: both processes see one memory, nothing is copied."""
+
+    name = "torch.multiprocessing.Queue, one tensor shared for good (no copy, no snapshot)"
+    snapshot = True  # so that the loop hands the same one over
+
+
+class TcpStore(Peer):
+    name = "TCPStore, bytes"
+    limit = 8 * 1024 * 1024
+
+    def open(self, rank: int, folder: str, shared: Any, line: Line) -> None:
+        import torch.distributed as dist
+
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
+        path = Path(folder, "port")
+        if rank == 0:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            path.write_text(str(self._store.port))
+            line.tell()
+        else:
+            line.hear()
+            self._store = dist.TCPStore("127.0.0.1", int(path.read_text()), is_master=False)
+
+    def put(self, tensor: Any) -> None:
+        self._store.set("key", tensor.numpy().tobytes())
+
+    def get(self, like: Any) -> Any:
+        import torch
+
+        return torch.frombuffer(self._store.get("key"), dtype=torch.float32)
+
+
+class Gloo(Peer):
+    """Into a tensor that the receiver has already."""
+
+    name = "Gloo send/recv"
+    separate = False
+
+    def open(self, rank: int, folder: str, shared: Any, line: Line) -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/gloo", rank=rank, world_size=2
+        )
+        self._dist = dist
+
+    def put(self, tensor: Any) -> None:
+        self._dist.send(tensor, 1)
+
+    def get(self, like: Any) -> Any:
+        self._dist.recv(like, 0)
+        return like
+
+    def close(self) -> None:
+        self._dist.destroy_process_group()
+
+
+_arrived: queue.SimpleQueue[object] = queue.SimpleQueue()
+
+
+def _arrive(value: object) -> None:
+    _arrived.put(value)
+
+
+class Rpc(Peer):
+    name = "torch.distributed.rpc, rpc_sync"
+    separate = False
+
+    def open(self, rank: int, folder: str, shared: Any, line: Line) -> None:
+        warnings.filterwarnings("ignore")
+        from torch.distributed import rpc
+
+        options = rpc.TensorPipeRpcBackendOptions(
+            init_method=f"file://{folder}/rpc", num_worker_threads=2, rpc_timeout=_PATIENCE_S
+        )
+        rpc.init_rpc(f"rank{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+        self._rpc = rpc
+
+    def put(self, tensor: Any) -> None:
+        self._rpc.rpc_sync("rank1", _arrive, args=(tensor,))
+
+    def get(self, like: Any) -> Any:
+        return _arrived.get(timeout=_PATIENCE_S)
+
+    def close(self) -> None:
+        self._rpc.shutdown()
+
+
+class Ray(Peer):
+    """Two actors; the reference travels by a call, which is not timed."""
+
+    name = "Ray, object store"
+    environment: dict[str, str] = {}  # noqa: RUF012 - nobody writes it
+
+    def open(self, rank: int, folder: str, shared: Any, line: Line) -> None:
+        import ray
+
+        self._ray, self._line = ray, line
+        self._reader = shared
+        self._reference: Any = None
+
+    def put(self, tensor: Any) -> None:
+        self._reference = self._ray.put(tensor)
+
+    def hand_reference(self) -> None:
+        """In a list, so that it arrives as a reference."""
+        self._ray.get(self._reader.accept.remote([self._reference]))
+
+    def get(self, like: Any) -> Any:
+        return self._ray.get(_arrived.get(timeout=_PATIENCE_S))
+
+
+class RayZeroCopy(Ray):
+    name = "Ray, object store, zero copy"
+    environment = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}  # noqa: RUF012

@@ -1,0 +1,1 @@
+"""Gradients averaged over all ranks: `synchronize()`, and the groups it goes over."""
