@@ -28,6 +28,9 @@ _POLLS_STOP: Final = 0
 _STEP: Final = 1
 _PROGRESS_NS: Final = 2
 _SYNCHRONIZE_CALLS: Final = 3
+_PID: Final = 4
+_STACK_FD: Final = 5
+_STACK_INODE: Final = 6
 
 
 class ControlPage:
@@ -98,6 +101,19 @@ class ControlPage:
         """Return how many `synchronize()` calls a rank has come to."""
         calls: int = self._words[self._line(rank) + _SYNCHRONIZE_CALLS]
         return calls
+
+    def note_stack_file(self, rank: int, pid: int, fd: int, inode: int) -> None:
+        """The worker tells its stack in this file of its own when it is asked."""
+        line = self._line(rank)
+        self._words[line + _STACK_FD] = fd
+        self._words[line + _STACK_INODE] = inode
+        self._words[line + _PID] = pid
+
+    def stack_file(self, rank: int) -> tuple[int, int, int]:
+        """Return a rank's pid (0: not yet), and its stack file's descriptor there and inode."""
+        line = self._line(rank)
+        words = self._words
+        return words[line + _PID], words[line + _STACK_FD], words[line + _STACK_INODE]
 
     @staticmethod
     def _line(rank: int) -> int:

@@ -33,6 +33,7 @@ from phalanx.sync.parameters import (
     with_names,
 )
 from phalanx.sync.plan import Plan
+from phalanx.sync.whereabouts import stack_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -269,21 +270,25 @@ class Synchronizer:
             del self._plans[key]
 
     def _who_is_missing(self, timeout_s: float) -> str:
-        missing = []
-        for rank in range(self._worker.world_size):
-            if self._page.synchronize_calls(rank) < self._num_calls:
-                step, at_ns = self._page.progress(rank)
-                ago = (time.monotonic_ns() - at_ns) / 1e9
-                seen = (
-                    f"last heartbeat at step {step}, {ago:.0f} s ago" if at_ns else "no heartbeat"
-                )
-                calls = self._page.synchronize_calls(rank)
-                missing.append(f"rank {rank} (came {calls} times; {seen})")
-        who = ", ".join(missing) or "a rank that came, but could not be reached"
+        late = [
+            rank
+            for rank in range(self._worker.world_size)
+            if self._page.synchronize_calls(rank) < self._num_calls
+        ]
+        who = "\n".join(map(self._where_is, late)) or "  nobody: a rank came, but was not reached"
         return (
-            f"synchronize(), call {self._num_calls}: not all ranks came within {timeout_s:g} s; "
-            f"missing: {who}. Every rank must call it, equally often"
+            f"synchronize(), call {self._num_calls}: not all ranks came within {timeout_s:g} s. "
+            f"Every rank must call it, equally often. Missing:\n{who}"
         )
+
+    def _where_is(self, rank: int) -> str:
+        calls = self._page.synchronize_calls(rank)
+        step, at_ns = self._page.progress(rank)
+        ago_s = (time.monotonic_ns() - at_ns) / 1e9
+        seen = f"last heartbeat at step {step}, {ago_s:.0f} s ago" if at_ns else "no heartbeat"
+        stack = "".join(f"\n      {frame}" for frame in stack_of(self._page, rank))
+        where = f"; it is in{stack}" if stack else ""
+        return f"  rank {rank}, which came {calls} times ({seen}){where}"
 
 
 def _state_of(target: Target) -> list[torch.Tensor]:

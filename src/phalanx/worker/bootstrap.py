@@ -24,6 +24,7 @@ from phalanx.errors import PayloadError
 from phalanx.messages import Entered, MakeStoreHost, MakeWorker, Raised, Returned
 from phalanx.page import ControlPage
 from phalanx.sync.optimizers import watch_optimizers
+from phalanx.sync.whereabouts import be_found
 from phalanx.wire import INLINE_LIMIT
 from phalanx.worker import fresh
 from phalanx.worker.capture import failure_of
@@ -109,8 +110,10 @@ def _run(
     """Load the function, call it, tell the agent what came of it, and end."""
     faulthandler.enable(native)  # into a file of its own: a user's enable() replaces it
     link = AgentLink(control)
-    context = WorkerContext(worker, link, ControlPage(page, worker.world_size))
+    control_page = ControlPage(page, worker.world_size)
     os.close(page)
+    be_found(control_page, worker.rank, native)
+    context = WorkerContext(worker, link, control_page)
     install_context(context)
     after_import("torch.optim.optimizer", watch_optimizers)
     call = _load(worker, image, payload, context, link)
