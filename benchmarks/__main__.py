@@ -6,7 +6,7 @@ import argparse
 import os
 import platform
 
-from benchmarks import logs, scale, starts
+from benchmarks import logs, scale, starts, store
 
 _SECTIONS = {
     "cold": lambda runs: starts.cold_start(max(3, runs // 2)),
@@ -16,6 +16,7 @@ _SECTIONS = {
     "logs": lambda runs: logs.flood(max(3, runs // 3)),
     "workers": scale.many_workers,
     "idle": lambda runs: scale.idle_cost(),
+    "store": store.store,
 }
 
 

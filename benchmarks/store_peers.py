@@ -9,29 +9,24 @@ monotonic clock.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import os
-import pickle
 import queue
 import socket
-import tempfile
 import time
-import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-_WARM_UP = 3
+WARM_UP = 3
 """Rounds that don't count: the pages and segments that are used again come to be in them."""
 _BUDGET_S = 10.0
 """Time for one size; a peer that needs more gets fewer rounds."""
 _FEWEST = 2
-_PATIENCE_S = 300.0
+PATIENCE_S = 300.0
 
 Samples = list[tuple[int, ...]]
 """By round: when a put began and ended; of rank 1: when a get began and ended, all was read
-and dropped. In nanoseconds."""
+and dropped. In nanoseconds; the rounds of the warm-up come first."""
 
 
 class Peer:
@@ -44,12 +39,14 @@ class Peer:
         snapshot: Whether what was put stays what it was when its writer changes the tensor. If
             not, rank 0 makes a new tensor for each round, which is not timed: so there is one
             copy, as with the others.
+        compared: Whether it does the same as the others, so that it can be behind or ahead.
         limit: Most bytes that it takes.
     """
 
     name = ""
     separate = True
     snapshot = True
+    compared = True
     limit: float = float("inf")
 
     @classmethod
@@ -63,6 +60,9 @@ class Peer:
 
     def put(self, tensor: Any) -> None:
         raise NotImplementedError
+
+    def after_put(self) -> None:
+        """Do what the reader needs, which isn't timed."""
 
     def get(self, like: Any) -> Any:
         """Return the tensor; `like` may be written into."""
@@ -81,11 +81,11 @@ class Line:
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(path)
                 listener.listen()
-                listener.settimeout(_PATIENCE_S)
+                listener.settimeout(PATIENCE_S)
                 self._sock, _ = listener.accept()
         else:
             self._sock = _connected(path)
-        self._sock.settimeout(_PATIENCE_S)
+        self._sock.settimeout(PATIENCE_S)
 
     def tell(self, word: bytes = b".") -> None:
         self._sock.sendall(word)
@@ -98,7 +98,7 @@ class Line:
 
 
 def _connected(path: str) -> socket.socket:
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         sock = socket.socket(socket.AF_UNIX)
         try:
@@ -125,9 +125,11 @@ def _write(peer: Peer, line: Line, num_bytes: int, runs: int) -> Samples:
 
     source = torch.rand(num_bytes // 4)
     samples: Samples = []
-    deadline = time.monotonic() + _BUDGET_S
-    for number in range(_WARM_UP + runs):
-        if number >= _WARM_UP + _FEWEST and time.monotonic() > deadline:
+    deadline = 0.0
+    for number in range(WARM_UP + runs):
+        if number == WARM_UP:
+            deadline = time.monotonic() + _BUDGET_S
+        elif number >= WARM_UP + _FEWEST and time.monotonic() > deadline:
             break
         source[0] = source[-1] = number
         tensor = source if peer.snapshot else source.clone()
@@ -136,10 +138,11 @@ def _write(peer: Peer, line: Line, num_bytes: int, runs: int) -> Samples:
         began = time.monotonic_ns()
         peer.put(tensor)
         samples.append((began, time.monotonic_ns()))
+        peer.after_put()
         line.tell()
         line.hear()  # rank 1 has read, and dropped what it got
     line.tell(b"!")
-    return samples[_WARM_UP:]
+    return samples
 
 
 def _read(peer: Peer, line: Line, num_bytes: int) -> Samples:
@@ -164,71 +167,7 @@ def _read(peer: Peer, line: Line, num_bytes: int) -> Samples:
         line.tell()
         if not whole:
             raise RuntimeError(f"{peer.name}: something else arrived than was put")
-    return samples[_WARM_UP:]
-
-
-# ── two processes ────────────────────────────────────────────────────────────────────────
-
-
-def measure(peer: type[Peer], sizes: dict[int, int]) -> dict[int, list[Samples]] | str:
-    """Hand over `sizes` (bytes: rounds); return both ranks' times by size, or what failed."""
-    if peer.__name__.startswith("Ray"):
-        return _measure_ray(peer, sizes)
-    import multiprocessing
-
-    start = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder, peer.shared(start) as shared:
-        ends, processes = [], []
-        try:
-            for rank in range(2):
-                ours, theirs = start.Pipe(duplex=False)
-                args = (peer, rank, folder, shared, sizes, theirs)
-                process = start.Process(target=_worker, args=args, daemon=True)
-                process.start()
-                theirs.close()
-                ends.append(ours)
-                processes.append(process)
-            return _by_size([_answer(end) for end in ends])
-        finally:
-            for process in processes:
-                process.join(0.0 if process.exitcode is None else None)
-                process.terminate()
-            for process in processes:
-                process.join(5.0)
-                process.kill()
-                process.join()
-
-
-def _answer(end: Any) -> dict[int, Samples] | str:
-    try:
-        answer: dict[int, Samples] | str = (
-            end.recv() if end.poll(_PATIENCE_S) else "no answer in time"
-        )
-    except EOFError:
-        answer = "a process died"
-    return answer
-
-
-def _by_size(answers: list[Any]) -> dict[int, list[Samples]] | str:
-    failed = [answer for answer in answers if isinstance(answer, str)]
-    if failed:
-        # The one that only says that the other has gone knows less.
-        return min(failed, key=lambda text: ("is gone" in text, "closed by" in text))
-    return {size: [answer[size] for answer in answers] for size in answers[0]}
-
-
-def _worker(
-    kind: type[Peer], rank: int, folder: str, shared: object, sizes: dict[int, int], answers: Any
-) -> None:
-    try:
-        result: object = work(kind(), rank, folder, shared, sizes)
-    except KeyboardInterrupt:
-        return
-    except Exception:  # noqa: BLE001 - it is handed on
-        result = traceback.format_exc().strip().splitlines()[-1]
-    answers.send(result)
-    answers.close()
-    os._exit(0)  # some of these libraries hang, or complain, in their teardown
+    return samples
 
 
 def work(
@@ -297,7 +236,7 @@ class Queue(Peer):
         self._queue.put(tensor)
 
     def get(self, like: Any) -> Any:
-        return self._queue.get(timeout=_PATIENCE_S)
+        return self._queue.get(timeout=PATIENCE_S)
 
 
 class SharedQueue(Queue):
@@ -305,6 +244,7 @@ class SharedQueue(Queue):
 
     name = "torch.multiprocessing.Queue, one tensor shared for good (no copy, no snapshot)"
     snapshot = True  # so that the loop hands the same one over
+    compared = False
 
 
 class TcpStore(Peer):
@@ -374,7 +314,7 @@ class Rpc(Peer):
         from torch.distributed import rpc
 
         options = rpc.TensorPipeRpcBackendOptions(
-            init_method=f"file://{folder}/rpc", num_worker_threads=2, rpc_timeout=_PATIENCE_S
+            init_method=f"file://{folder}/rpc", num_worker_threads=2, rpc_timeout=PATIENCE_S
         )
         rpc.init_rpc(f"rank{rank}", rank=rank, world_size=2, rpc_backend_options=options)
         self._rpc = rpc
@@ -383,7 +323,7 @@ class Rpc(Peer):
         self._rpc.rpc_sync("rank1", _arrive, args=(tensor,))
 
     def get(self, like: Any) -> Any:
-        return _arrived.get(timeout=_PATIENCE_S)
+        return _arrived.get(timeout=PATIENCE_S)
 
     def close(self) -> None:
         self._rpc.shutdown()
@@ -392,27 +332,39 @@ class Rpc(Peer):
 class Ray(Peer):
     """Two actors; the reference travels by a call, which is not timed."""
 
-    name = "Ray, object store"
-    environment: dict[str, str] = {}  # noqa: RUF012 - nobody writes it
+    name = "Ray's object store"
+    environment: Mapping[str, str] = {}
 
     def open(self, rank: int, folder: str, shared: Any, line: Line) -> None:
         import ray
 
-        self._ray, self._line = ray, line
-        self._reader = shared
-        self._reference: Any = None
+        warnings.filterwarnings("ignore")
+        self._ray, self._reader = ray, shared
 
     def put(self, tensor: Any) -> None:
         self._reference = self._ray.put(tensor)
 
-    def hand_reference(self) -> None:
-        """In a list, so that it arrives as a reference."""
+    def after_put(self) -> None:
+        # In a list, so that it arrives as a reference.
         self._ray.get(self._reader.accept.remote([self._reference]))
 
     def get(self, like: Any) -> Any:
-        return self._ray.get(_arrived.get(timeout=_PATIENCE_S))
+        return self._ray.get(_arrived.get(timeout=PATIENCE_S))
 
 
 class RayZeroCopy(Ray):
-    name = "Ray, object store, zero copy"
-    environment = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}  # noqa: RUF012
+    name = "Ray's object store, RAY_ENABLE_ZERO_COPY_TORCH_TENSORS=1"
+    environment: Mapping[str, str] = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
+
+
+class RayActor:
+    """A process of Ray's."""
+
+    def work(self, kind: type[Peer], rank: int, folder: str, reader: Any, sizes: Any) -> Any:
+        return work(kind(), rank, folder, reader, sizes)
+
+    def accept(self, references: list[object]) -> None:
+        _arrived.put(references[0])
+
+
+PEERS: tuple[type[Peer], ...] = (Manager, Queue, SharedQueue, TcpStore, Rpc, Gloo, Ray, RayZeroCopy)
