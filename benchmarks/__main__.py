@@ -6,7 +6,7 @@ import argparse
 import os
 import platform
 
-from benchmarks import logs, scale, starts, store
+from benchmarks import collectives, logs, scale, starts, store, training
 
 _SECTIONS = {
     "cold": lambda runs: starts.cold_start(max(3, runs // 2)),
@@ -14,9 +14,11 @@ _SECTIONS = {
     "recovery": starts.recovery,
     "groups": lambda runs: starts.many_recoveries(runs * 5),
     "logs": lambda runs: logs.flood(max(3, runs // 3)),
+    "collectives": lambda runs: collectives.all_reduce(max(3, runs // 2)),
     "workers": scale.many_workers,
     "idle": lambda runs: scale.idle_cost(),
     "store": store.store,
+    "training": training.steps,
 }
 
 

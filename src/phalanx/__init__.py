@@ -13,9 +13,14 @@ if TYPE_CHECKING:
     from phalanx.context import RunResult, SubprocessContext, get_context
     from phalanx.errors import (
         AgentLostError,
+        CallMismatchError,
+        GroupError,
+        GroupTimeoutError,
+        GroupUnsupportedError,
         NotALauncherError,
         NotAWorkerError,
         PayloadError,
+        PeerLostError,
         PhalanxError,
         PortInUseError,
         RunDirectoryError,
@@ -31,6 +36,7 @@ if TYPE_CHECKING:
         WorkerFailedError,
     )
     from phalanx.failures import Exited, Failure, Signaled
+    from phalanx.sync.shm.backend import register_shm_backend
 
 __version__ = "0.1.0"
 
@@ -39,9 +45,14 @@ _HOMES = {
     "phalanx.context": ("RunResult", "SubprocessContext", "get_context"),
     "phalanx.errors": (
         "AgentLostError",
+        "CallMismatchError",
+        "GroupError",
+        "GroupTimeoutError",
+        "GroupUnsupportedError",
         "NotALauncherError",
         "NotAWorkerError",
         "PayloadError",
+        "PeerLostError",
         "PhalanxError",
         "PortInUseError",
         "RunDirectoryError",
@@ -57,15 +68,21 @@ _HOMES = {
         "WorkerFailedError",
     ),
     "phalanx.failures": ("Exited", "Failure", "Signaled"),
+    "phalanx.sync.shm.backend": ("register_shm_backend",),
 }
 
 __all__ = [
     "AgentLostError",
+    "CallMismatchError",
     "Exited",
     "Failure",
+    "GroupError",
+    "GroupTimeoutError",
+    "GroupUnsupportedError",
     "NotALauncherError",
     "NotAWorkerError",
     "PayloadError",
+    "PeerLostError",
     "PhalanxError",
     "PortInUseError",
     "RunDirectoryError",
@@ -84,6 +101,7 @@ __all__ = [
     "WorkerFailedError",
     "get_context",
     "prewarm",
+    "register_shm_backend",
     "start_processes",
 ]
 

@@ -78,6 +78,26 @@ class SynchronizeTimeoutError(SynchronizeError, TimeoutError):
     """Not all ranks came to a `synchronize()` in time; the text names those that did not."""
 
 
+class GroupError(PhalanxError, RuntimeError):
+    """A process group of the `shm` backend can't go on; it is of no more use."""
+
+
+class PeerLostError(GroupError):
+    """Another rank died, left the group or failed in it. It says which; its own error says why."""
+
+
+class GroupTimeoutError(GroupError, TimeoutError):
+    """Ranks did not come to a collective within the group's timeout. It says which."""
+
+
+class CallMismatchError(GroupError, ValueError):
+    """Ranks of one group called different collectives, or the same with different sizes."""
+
+
+class GroupUnsupportedError(PhalanxError, NotImplementedError):
+    """The `shm` backend can't serve this system, these ranks or this tensor; Gloo can."""
+
+
 class FrameError(PhalanxError):
     """Bytes on a connection are not a frame of the protocol; the connection is closed."""
 

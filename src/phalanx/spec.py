@@ -23,8 +23,8 @@ StartMethod: TypeAlias = Literal["forkserver", "spawn"]
 Duration: TypeAlias = float | int | timedelta
 """Seconds, or a `timedelta`."""
 
-KNOWN_BACKENDS = ("auto", "gloo", "nccl", "mpi", "ucc", "xccl")
-"""What torch.distributed brings along, and "auto"."""
+KNOWN_BACKENDS = ("auto", "gloo", "nccl", "mpi", "ucc", "xccl", "shm")
+"""What torch.distributed brings along, "auto", and ours."""
 
 TAG_VARIABLE = "PHALANX_WORKER"
 """Environment variable ``<run>/<generation>/<rank>``: by it an orphan can be attributed."""

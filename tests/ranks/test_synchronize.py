@@ -24,7 +24,7 @@ from phalanx import (
 
 torch = pytest.importorskip("torch")
 
-BACKENDS = pytest.mark.parametrize("backend", ["gloo"])
+BACKENDS = pytest.mark.parametrize("backend", ["gloo", "shm"])
 
 
 def linear(*sizes):

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from phalanx.messages import PreloadFailed
+from phalanx.sync.shm.backend import register_shm_backend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,6 +40,7 @@ WITH_TORCH: Final = (
     "phalanx.worker.group",
     "phalanx.store.client",
     "phalanx.sync.synchronizer",
+    "phalanx.sync.shm.group",
 )
 """What a worker that uses torch.distributed imports next; cheap after torch itself."""
 
@@ -84,6 +86,7 @@ def _preload(modules: Sequence[str]) -> Preloaded:
                 return Preloaded(failed=_failure(name, error))
         if module == "torch":
             _give_up_reverse_dns()
+            register_shm_backend()
         unfit = unfit or _why_unfit(module)
     _leave_finalizers_to_the_server()
     return Preloaded(unfit=unfit)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from phalanx.sync.groups import GradientGroup, Pending
 
 FIRST_BUCKET_BYTES: Final = 1 << 20
+_COARSE: Final = 64 << 10
+"""Gradients of at least so many bytes are worth a collective each where that is cheap."""
 
 
 class Bucket:
@@ -25,10 +27,19 @@ class Bucket:
         numbers: Which parameters of the plan these are.
     """
 
-    def __init__(self, numbers: Sequence[int], parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        numbers: Sequence[int],
+        parameters: Sequence[torch.Tensor],
+        group: GradientGroup,
+        *,
+        average: bool,
+    ) -> None:
         """Allocate nothing yet."""
         self.numbers = tuple(numbers)
         self._parameters = list(parameters)
+        self._group = group
+        self._average = average
         self._flat: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
         self._copied: dict[int, tuple[torch.Tensor, int]] = {}
@@ -53,22 +64,18 @@ class Bucket:
             for place, parameter in enumerate(self._parameters)
         )
 
-    def gradients(self) -> list[torch.Tensor]:
-        """Return the gradients; every parameter has one by now."""
-        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-
-    def gradient_came(self, place: int, scale: float) -> None:
+    def gradient_came(self, place: int) -> None:
         """Copy one gradient in while backward() goes on, unless it is too late for that."""
         if self.launched:
             self._touched = True
         else:
-            self._copy_in(place, scale)
+            self._copy_in(place)
 
-    def fill(self, scale: float) -> None:
+    def fill(self) -> None:
         """Copy in what has not been copied yet; zeros where there is no gradient."""
         for place, parameter in enumerate(self._parameters):
             if not self._is_copied(place, parameter.grad):
-                self._copy_in(place, scale)
+                self._copy_in(place)
 
     def clear(self) -> None:
         """Forget what was copied, so that `fill` copies all."""
@@ -76,15 +83,39 @@ class Bucket:
         self._touched = False
         self._pending = None
 
-    def launch(self, group: GradientGroup, *, average: bool) -> None:
+    def launch(self) -> None:
         """Send it; does not wait."""
-        self._pending = group.all_reduce(self._memory(), average=average)
+        self._pending = self._group.all_reduce(self._memory(), average=self._average)
+
+    def reduce_at_once(self) -> None:
+        """Reduce the gradients, which all exist; blocks. For groups that share memory.
+
+        Large gradients stay where they are, and no copy is made but those of the group.
+        """
+        gradients = self._gradients()
+        small = [gradient for gradient in gradients if gradient.nbytes < _COARSE]
+        if small:
+            flat = torch.cat([gradient.detach().reshape(-1) for gradient in small])
+            self._reduce_in_place(flat)
+            pieces = flat.split([gradient.numel() for gradient in small])
+            views = [piece.view_as(old) for piece, old in zip(pieces, small, strict=True)]
+            torch._foreach_copy_(small, views)
+        for gradient in gradients:
+            if gradient.nbytes >= _COARSE:
+                self._reduce_in_place(gradient)
+
+    def _reduce_in_place(self, tensor: torch.Tensor) -> None:
+        tensor = tensor.detach()
+        scale = self._group.scale(tensor.device, average=self._average)
+        if scale != 1.0:
+            tensor.mul_(scale)
+        self._group.all_reduce(tensor, average=self._average, at_once=True).wait()
 
     def finish(self) -> None:
         """Wait for the result and put it into the gradients, which all exist."""
         assert self._pending is not None  # noqa: S101 - it was launched
         self._pending.wait()
-        torch._foreach_copy_(self.gradients(), self._views)
+        torch._foreach_copy_(self._gradients(), self._views)  # as optimizers do
         self.clear()
 
     def drop(self) -> None:
@@ -93,9 +124,8 @@ class Bucket:
             self._pending.wait()
         self.clear()
 
-    def zero(self) -> None:
-        """Send zeros in place of the gradients."""
-        self._memory().zero_()
+    def _gradients(self) -> list[torch.Tensor]:
+        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
 
     def _is_copied(self, place: int, gradient: torch.Tensor | None) -> bool:
         copied = self._copied.get(place)
@@ -103,7 +133,7 @@ class Bucket:
             return False
         return copied[0] is gradient and copied[1] == gradient._version  # noqa: SLF001
 
-    def _copy_in(self, place: int, scale: float) -> None:
+    def _copy_in(self, place: int) -> None:
         gradient = self._parameters[place].grad
         self._memory()
         view = self._views[place]
@@ -111,6 +141,7 @@ class Bucket:
             self._copied.pop(place, None)
             view.zero_()
             return
+        scale = self._group.scale(gradient.device, average=self._average)
         with torch.no_grad():
             if scale == 1.0:
                 view.copy_(gradient)
@@ -131,22 +162,16 @@ class Bucket:
         return self._flat
 
 
-def into_buckets(parameters: Sequence[torch.Tensor], bucket_bytes: int) -> list[Bucket]:
-    """Distribute parameters, the last first, over buckets of about that size."""
-    buckets: list[Bucket] = []
+def distribute(parameters: Sequence[torch.Tensor], bucket_bytes: int) -> list[list[int]]:
+    """Return which parameters go together, the last first, in pieces of about that size."""
+    pieces: list[list[int]] = []
     open_ones: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     limit = min(FIRST_BUCKET_BYTES, bucket_bytes)
-
-    def close(numbers: list[int]) -> None:
-        buckets.append(Bucket(numbers, [parameters[number] for number in numbers]))
-
     for number in reversed(range(len(parameters))):
-        parameter = parameters[number]
-        numbers = open_ones.setdefault((parameter.dtype, parameter.device), [])
+        kind = (parameters[number].dtype, parameters[number].device)
+        numbers = open_ones.setdefault(kind, [])
         numbers.append(number)
         if sum(parameters[each].nbytes for each in numbers) >= limit:
-            close(open_ones.pop((parameter.dtype, parameter.device)))
+            pieces.append(open_ones.pop(kind))
             limit = bucket_bytes
-    for numbers in open_ones.values():
-        close(numbers)
-    return buckets
+    return [*pieces, *open_ones.values()]

@@ -6,6 +6,7 @@ collectives of user code, whose order among the ranks has nothing to do with the
 
 from __future__ import annotations
 
+import contextlib
 import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Protocol
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import PhalanxError
+from phalanx.errors import GroupUnsupportedError, PhalanxError
+from phalanx.sync.shm.backend import make_group as make_shm_group
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,9 +47,14 @@ def make_group(worker: WorkerSpec, backend: str, purpose: str) -> dist.ProcessGr
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, None, is_master=False, timeout=_TIMEOUT)
     prefix = dist.PrefixStore(f"phalanx/{purpose}/{worker.generation}", store)
+    place = (prefix, worker.rank, worker.world_size, _TIMEOUT)
     if backend == "nccl":
-        return dist.ProcessGroupNCCL(prefix, worker.rank, worker.world_size, _TIMEOUT)
-    return dist.ProcessGroupGloo(prefix, worker.rank, worker.world_size, _TIMEOUT)
+        return dist.ProcessGroupNCCL(*place)
+    if backend == "shm":
+        # Where ranks can't share memory, all of them learn it, and go on together.
+        with contextlib.suppress(GroupUnsupportedError):
+            return make_shm_group(*place)
+    return dist.ProcessGroupGloo(*place)
 
 
 class GradientGroup:
@@ -57,23 +64,35 @@ class GradientGroup:
         """Join the group for CPU tensors. Blocks until every rank has come here."""
         self._worker = worker
         self._backend = backend
-        on_cpu = "gloo" if backend == "nccl" else backend
-        self._groups = {"cpu": make_group(worker, on_cpu, "gradients")}
-        if backend != "nccl":  # Gloo takes CUDA tensors, too
+        on_cpu = make_group(worker, "gloo" if backend == "gloo" else "shm", "gradients")
+        self._groups = {"cpu": on_cpu}
+        self.shares_memory = on_cpu.name() == "shm"
+        if backend == "gloo":  # it takes CUDA tensors, too
             self._groups["cuda"] = self._groups["cpu"]
-        self.averages_itself = backend in ("nccl", "shm")
 
-    def scale(self, *, average: bool) -> float:
-        """What gradients are multiplied by before they are sent."""
-        return 1 / self._worker.world_size if average and not self.averages_itself else 1.0
+    def scale(self, device: torch.device, *, average: bool) -> float:
+        """What gradients on a device are multiplied by before they are sent."""
+        if not average or self._averages_itself(device):
+            return 1.0
+        return 1 / self._worker.world_size
 
-    def all_reduce(self, tensor: torch.Tensor, *, average: bool) -> Pending:
-        """Sum a tensor over all ranks, in place (or average it, see `scale`); does not wait."""
+    def all_reduce(self, tensor: torch.Tensor, *, average: bool, at_once: bool = False) -> Pending:
+        """Sum a tensor over all ranks, in place (or average it, see `scale`).
+
+        Args:
+            tensor: What to sum; dense.
+            average: Whether it is to be averaged.
+            at_once: Block until it is done, which is faster than waiting for it later.
+        """
         options = dist.AllreduceOptions()
-        average = average and self.averages_itself
+        average = average and self._averages_itself(tensor.device)
         options.reduceOp = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-        pending: Pending = self._group_for(tensor).allreduce([_real(tensor)], options)
+        options.asyncOp = not at_once
+        pending: Pending = self._group_for(tensor.device).allreduce([_real(tensor)], options)
         return pending
+
+    def _averages_itself(self, device: torch.device) -> bool:
+        return self._group_for(device).name() in ("nccl", "shm")
 
     def combine(self, words: torch.Tensor, timeout_s: float) -> torch.Tensor:
         """Return the bitwise or of all ranks' words (int64, on the CPU). Blocks.
@@ -83,8 +102,10 @@ class GradientGroup:
         """
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.BOR
+        options.asyncOp = False
+        options.timeout = timedelta(seconds=timeout_s)
         work = self._groups["cpu"].allreduce([words], options)
-        work.wait(timedelta(seconds=timeout_s))
+        work.wait(options.timeout)
         return words
 
     def gather(self, data: bytes) -> list[bytes]:
@@ -115,14 +136,15 @@ class GradientGroup:
         for tensor in tensors:
             plain = tensor.detach()
             dense = plain.contiguous()
-            self._group_for(tensor).broadcast([_real(dense)], options).wait()
+            self._group_for(tensor.device).broadcast([_real(dense)], options).wait()
             if dense is not plain:
                 plain.copy_(dense)
 
-    def _group_for(self, tensor: torch.Tensor) -> dist.ProcessGroup:
-        kind = tensor.device.type
-        if kind not in self._groups:
-            self._groups[kind] = make_group(self._worker, self._backend, f"gradients-{kind}")
+    def _group_for(self, device: torch.device) -> dist.ProcessGroup:
+        kind = device.type
+        if kind not in self._groups:  # on CUDA: NCCL, or Gloo where gradients are small enough
+            backend = "nccl" if self._backend == "nccl" else "gloo"
+            self._groups[kind] = make_group(self._worker, backend, f"gradients-{kind}")
         return self._groups[kind]
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from phalanx.errors import SynchronizeError
-from phalanx.sync.buckets import Bucket, into_buckets
+from phalanx.sync.buckets import Bucket, distribute
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -52,14 +52,11 @@ class Plan:
         self._group = group
         self._average = average
         tensors = [named.parameter for named in parameters]
-        self.buckets: list[Bucket] = [] if group is None else into_buckets(tensors, bucket_bytes)
         self._watches: list[Watch] = [guard.watch(tensor) for tensor in tensors]
         self._next = 0
-
-    @property
-    def scale(self) -> float:
-        """What gradients are multiplied by when they are copied."""
-        return 1.0 if self._group is None else self._group.scale(average=self._average)
+        self.buckets: list[Bucket] = []
+        if group is not None:
+            self.buckets = [self._bucket(numbers) for numbers in distribute(tensors, bucket_bytes)]
 
     def present(self) -> frozenset[int]:
         """Return which parameters have a gradient.
@@ -122,8 +119,9 @@ class Plan:
     def launch_all(self) -> None:
         """Send what has not been sent, so that this rank has sent all buckets, as all do."""
         for bucket in self.buckets[self._next :]:
-            bucket.fill(self.scale)
-            self._launch(bucket)
+            bucket.fill()
+            bucket.launch()
+        self._next = len(self.buckets)
 
     def stale(self) -> frozenset[int]:
         """Return which of the sent buckets don't have the gradients as they are now."""
@@ -149,15 +147,19 @@ class Plan:
 
     def reduce(self, present: frozenset[int]) -> None:
         """Sum (or average) the gradients that exist on any rank; blocks."""
+        buckets = self.buckets
         if len(present) < len(self.parameters):
             # A parameter without a gradient on all ranks keeps none.
-            buckets = [self._without_absent(bucket, present) for bucket in self.buckets]
-            buckets = [bucket for bucket in buckets if bucket.numbers]
+            pieces = [[n for n in bucket.numbers if n in present] for bucket in buckets]
+            buckets = [self._bucket(numbers) for numbers in pieces if numbers]
+        assert self._group is not None  # noqa: S101 - there are several ranks
+        if self._group.shares_memory:
+            for bucket in buckets:
+                bucket.reduce_at_once()
         else:
-            buckets = self.buckets
-        self._send(buckets)
-        for bucket in buckets:
-            bucket.finish()
+            self._send(buckets)
+            for bucket in buckets:
+                bucket.finish()
 
     def take_from_first(self, present: frozenset[int]) -> None:
         """Replace the gradients by those of rank 0."""
@@ -175,23 +177,19 @@ class Plan:
     def _send(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:
             bucket.clear()
-            bucket.fill(self.scale)
-            assert self._group is not None  # noqa: S101 - there are several ranks
-            bucket.launch(self._group, average=self._average)
+            bucket.fill()
+            bucket.launch()
 
-    def _without_absent(self, bucket: Bucket, present: frozenset[int]) -> Bucket:
-        numbers = [number for number in bucket.numbers if number in present]
-        return Bucket(numbers, [self.parameters[number].parameter for number in numbers])
-
-    def _launch(self, bucket: Bucket) -> None:
+    def _bucket(self, numbers: Sequence[int]) -> Bucket:
         assert self._group is not None  # noqa: S101 - there are several ranks
-        bucket.launch(self._group, average=self._average)
-        self._next += 1
+        parameters = [self.parameters[number].parameter for number in numbers]
+        return Bucket(numbers, parameters, self._group, average=self._average)
 
     def _listener(self, bucket: Bucket, place: int) -> Callable[[], None]:
         def on_gradient() -> None:
-            bucket.gradient_came(place, self.scale)
+            bucket.gradient_came(place)
             while self._next < len(self.buckets) and self.buckets[self._next].complete:
-                self._launch(self.buckets[self._next])
+                self.buckets[self._next].launch()
+                self._next += 1
 
         return on_gradient

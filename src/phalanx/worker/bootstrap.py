@@ -24,6 +24,7 @@ from phalanx.errors import PayloadError
 from phalanx.messages import Entered, MakeStoreHost, MakeWorker, Raised, Returned
 from phalanx.page import ControlPage
 from phalanx.sync.optimizers import watch_optimizers
+from phalanx.sync.shm.backend import register_shm_backend
 from phalanx.sync.whereabouts import be_found
 from phalanx.wire import INLINE_LIMIT
 from phalanx.worker import fresh
@@ -116,6 +117,7 @@ def _run(
     context = WorkerContext(worker, link, control_page)
     install_context(context)
     after_import("torch.optim.optimizer", watch_optimizers)
+    after_import("torch.distributed.distributed_c10d", register_shm_backend)
     call = _load(worker, image, payload, context, link)
     link.send(Entered())
     _finish(_call(worker, call, link))

@@ -26,12 +26,15 @@ _LOST_PEER = re.compile(
     r"|connectFullMesh failed|Socket (Timeout|closed)|Read timeout"
     r"|remote process exited or there was a network error|NCCL communicator was aborted"
     r"|Application timeout caused pair closure|failed to recv, got 0 bytes"
-    r"|recvValue failed|sendBytes failed",
+    r"|recvValue failed|sendBytes failed|PeerLostError",
     re.IGNORECASE,
 )
-"""How the loss of a peer reads in Gloo's, NCCL's and TCPStore's errors."""
+"""How the loss of a peer reads in Gloo's, NCCL's and TCPStore's errors, and in one of ours that
+came through torch's C++ (from a future, under DDP)."""
 
-_LOST_PEER_TYPES = frozenset({"DistBackendError", "DistNetworkError", "DistStoreError"})
+_LOST_PEER_TYPES = frozenset(
+    {"DistBackendError", "DistNetworkError", "DistStoreError", "PeerLostError"}
+)
 
 
 def failure_of(

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from phalanx.errors import SpecError
 from phalanx.sync.groups import make_group
+from phalanx.sync.shm.backend import why_unsupported
 
 if TYPE_CHECKING:
     from phalanx.spec import WorkerSpec
@@ -17,9 +18,10 @@ if TYPE_CHECKING:
 class ControlGroup:
     """Barriers and votes among all ranks.
 
-    Uses torch's default group if the user made one before; otherwise a Gloo group of its own
-    on a prefix of the group's store, which is never registered as the default, so that a
-    later ``init_process_group()`` of the user does not collide with it.
+    Uses torch's default group if the user made one before; otherwise a group of its own (over
+    shared memory where the backend is ``shm``, else Gloo) on a prefix of the group's store,
+    which is never registered as the default, so that a later ``init_process_group()`` of the
+    user does not collide with it.
     """
 
     def __init__(self, worker: WorkerSpec) -> None:
@@ -31,14 +33,16 @@ class ControlGroup:
         self._worker = worker
         self._group: dist.ProcessGroup | None = None
         if not dist.is_initialized():
-            self._group = make_group(worker, "gloo", "control")
+            self._group = make_group(worker, backend_of(worker), "control")
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""
         if self._group is None:
             dist.barrier()
         else:
-            self._group.barrier().wait()
+            options = dist.BarrierOptions()
+            options.asyncOp = False
+            self._group.barrier(options).wait()
 
     def any(self, vote: bool) -> bool:  # noqa: FBT001 - it is a vote
         """Return on every rank whether any rank voted yes."""
@@ -48,6 +52,7 @@ class ControlGroup:
         else:
             options = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp.MAX
+            options.asyncOp = False
             self._group.allreduce([ballot], options).wait()
         return bool(ballot.item())
 
@@ -73,7 +78,9 @@ def backend_of(worker: WorkerSpec) -> str:
     if dist.is_initialized():
         return str(dist.get_backend())
     if worker.backend == "auto":
-        return "nccl" if torch.cuda.is_available() else "gloo"
+        if torch.cuda.is_available():
+            return "nccl"
+        return "shm" if worker.num_nodes == 1 and why_unsupported() is None else "gloo"
     if worker.backend == "nccl" and not torch.cuda.is_available():
         raise SpecError('backend="nccl" needs CUDA, which torch does not find here; use "gloo"')
     return worker.backend
