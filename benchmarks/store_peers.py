@@ -19,7 +19,7 @@ from typing import Any
 
 from phalanx import get_context
 
-WARM_UP = 3
+WARM_UP = 5
 """Rounds that don't count: the pages and segments that are used again come to be in them."""
 _BUDGET_S = 10.0
 """Time for one size; a peer that needs more gets fewer rounds."""

@@ -168,7 +168,7 @@ class SubprocessContext(SharedTensors, Generic[R]):
         *,
         average: bool = True,
         align: bool = True,
-        overlap: bool = True,
+        overlap: bool | None = None,
         check_finite: bool = False,
         guard: bool = True,
         bucket_mb: float = 25.0,
@@ -190,7 +190,9 @@ class SubprocessContext(SharedTensors, Generic[R]):
                 differ, all get parameters, buffers and this step's gradients of rank 0.
             overlap: Send gradients while ``backward()`` still runs, once the set of parameters
                 is steady. Stops by itself where that does not pay: if gradients change after
-                ``backward()`` has made them (several of them, clipping before the call).
+                ``backward()`` has made them (several of them, clipping before the call). None:
+                do so, but not over shared memory, where the cores that would send are those
+                that compute.
             check_finite: Look for gradients that are infinite or no number, on all ranks.
             guard: From now on an optimizer's ``step()`` raises if it would apply a gradient that
                 nobody averaged.

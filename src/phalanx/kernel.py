@@ -28,6 +28,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -177,6 +178,12 @@ def nobody_reads(fd: int) -> bool:
     finally:
         os.close(writer)  # the lease, too, ends with it
     return True
+
+
+def max_descriptors() -> int:
+    """Return how many descriptors this process may have."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft if 0 < soft < 1 << 30 else 1 << 30
 
 
 def widen_pipe(fd: int, num_bytes: int = 1 << 20) -> None:

@@ -104,7 +104,7 @@ def train(rank, world_size, make, how, options):
 @BACKENDS
 def test_it_trains_as_ddp_does(make, world_size, backend):
     expected = ranks(train, world_size, make, "ddp", {})[0]
-    for options in ({}, {"overlap": False}, {"bucket_mb": 0.01}):
+    for options in ({"overlap": True}, {"overlap": False}, {"overlap": True, "bucket_mb": 0.01}):
         found = ranks(train, world_size, make, backend, options, backend=backend)
         assert all(each.equal(found[0]) for each in found), "all ranks have the same bits"
         torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-5)
@@ -131,7 +131,7 @@ def average_of(rank, world_size, dtype_name, target_kind):
             "named": model.named_parameters(),
             "list": [model],
         }[target_kind]
-        context.synchronize(target)
+        context.synchronize(target, overlap=True)
         mean = sum(range(1, world_size + 1)) / world_size + step
         for parameter in model.parameters():
             expected = torch.full_like(parameter, 1) * factor * mean
@@ -249,7 +249,7 @@ def accumulate(rank, world_size, clip):
             ]
         if clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        context.synchronize(model)
+        context.synchronize(model, overlap=True)
         for parameter, expected in zip(model.parameters(), total, strict=True):
             torch.testing.assert_close(parameter.grad, expected)
         optimizer.step()
@@ -277,7 +277,7 @@ def gradients_change_on_one_rank(rank, world_size):
             factor[1] = 3.0
         if rank == 0 and step == 4:
             model[2].bias.grad = torch.zeros(2)
-        context.synchronize(model)
+        context.synchronize(model, overlap=True)
         after = all_gradients(model)
         if step == 3:
             assert after[0].allclose(before[0] * 2)

@@ -591,6 +591,46 @@ def test_a_full_store_says_so_and_loses_nothing():
         assert context.get_tensor("more").unique().tolist() == [2]
 
 
+def sizes_by_turns(rank, world_size):
+    context = get_context()
+    for turn in range(30):
+        num_bytes = [LARGE // 8, LARGE // 8, LARGE // 16, SMALL][turn % 4]
+        context.put_tensor(f"{turn % 3}", floats(num_bytes, turn))
+        got = context.get_tensor(f"{turn % 3}")
+        assert got.unique().tolist() == [turn]
+        assert got.nbytes == num_bytes
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_puts_of_several_sizes_by_turns():
+    one, other = start_processes(sizes_by_turns, 2).wait().returns
+    assert max(one, other) < 40, "descriptors don't pile up"
+
+
+def test_more_values_than_descriptors(run_script):
+    """The store is full then, but what is there can be read, and workers start again."""
+    done = run_script(
+        """
+import os, resource, phalanx, torch
+resource.setrlimit(resource.RLIMIT_NOFILE, (400, 400))
+def work(rank, world_size):
+    context = phalanx.get_context()
+    if context.restart_count:
+        return len(context.keys()), context.get_tensor("0").sum().item()
+    try:
+        for number in range(400):
+            context.put_tensor(str(number), torch.ones(17_000))
+    except phalanx.StoreFullError as error:
+        assert "file descriptors" in str(error), error
+    assert context.get_tensor("100").sum() == 17_000
+    context.put_tensor("small", torch.ones(1))
+    os._exit(3)
+print(phalanx.start_processes(work, 1, max_restarts=1).wait().returns)
+"""
+    )
+    assert done.stdout.strip() == "((201, 17000.0),)", done.stderr
+
+
 def put_many(context):
     for number in range(10_000):
         context.put_tensor(f"key {number}", floats(2048, number))

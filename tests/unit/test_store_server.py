@@ -434,3 +434,36 @@ class StoreMachine(RuleBasedStateMachine):
 
 TestAnyOrder = StoreMachine.TestCase
 TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def put_large(store, client, key, num_bytes, segment=None):
+    if segment is None:
+        segment = ask(store, client, m.Reserve(num_bytes=num_bytes)).segment
+    return ask(
+        store,
+        client,
+        m.Put(key=key, layout=b"L", num_bytes=num_bytes, segment=segment, another=True),
+    )
+
+
+def test_a_put_is_answered_with_the_next_segment(store, clients):
+    a, _, _ = clients
+    done = put_large(store, a, "k", LIMIT // 32)
+    assert done.another is not None
+    again = put_large(store, a, "k", LIMIT // 32, done.another.segment)
+    assert again.existed
+    assert again.another is not None
+    assert again.another.segment != done.another.segment
+    assert len(a.fds) == 3
+    before = store.num_bytes
+    store.forget(a)
+    assert ask(store, a, m.Reserve(num_bytes=LIMIT // 32)).segment == again.another.segment
+    assert store.num_bytes == before
+
+
+def test_what_is_handed_out_ahead_is_a_small_part_of_the_limit(store, clients):
+    a, b, c = clients
+    assert put_large(store, a, "a", LIMIT // 15).another is None
+    assert put_large(store, a, "a", LIMIT // 20).another is not None
+    assert put_large(store, b, "b", LIMIT // 20).another is None
+    assert put_large(store, c, "c", LIMIT // 100).another is not None

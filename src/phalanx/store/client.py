@@ -18,14 +18,12 @@ import torch
 
 from phalanx import wire
 from phalanx.errors import (
-    FrameError,
     StoreClosedError,
     StoreError,
-    StoreFullError,
-    StoreTimeoutError,
     TensorError,
 )
 from phalanx.spec import Duration, to_seconds
+from phalanx.store.conversation import Conversation
 from phalanx.store.layout import Plan, Tree, plan_tensor, plan_tree, read
 from phalanx.store.memory import WrittenSegments, as_bytes, copied, map_privately
 from phalanx.store.messages import (
@@ -42,10 +40,6 @@ from phalanx.store.messages import (
     LetGo,
     ListKeys,
     Put,
-    Refused,
-    Reserve,
-    Reserved,
-    StoreReply,
     StoreRequest,
 )
 
@@ -55,43 +49,7 @@ if TYPE_CHECKING:
 _MAX_KEY = 1024
 """Longest key, in bytes of UTF-8."""
 
-_ERRORS: dict[str, type[StoreError]] = {
-    "full": StoreFullError,
-    "timeout": StoreTimeoutError,
-    "misuse": StoreError,
-}
-
 D = TypeVar("D")
-
-
-class _Conversation:
-    """One socket to the store: a question, then its answer."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._channel: wire.Channel[StoreReply] = wire.Channel(sock, StoreReply)
-
-    def ask(self, request: StoreRequest) -> tuple[StoreReply, list[int]]:
-        """Return the answer and its descriptors, which are the caller's.
-
-        Raises:
-            StoreError: It was refused: why, and what to do.
-        """
-        try:
-            self._channel.send(request)
-            answer = self._channel.receive()
-        except (OSError, FrameError):
-            answer = None
-        if answer is None:
-            raise StoreClosedError(
-                "the tensor store is gone: the context was closed, or the agent has ended"
-            )
-        if isinstance(answer[0], Refused):
-            raise _ERRORS[answer[0].why](answer[0].message)
-        return answer
-
-    def close(self) -> None:
-        """Hang up; whatever was held is let go."""
-        self._channel.close()
 
 
 class TensorClient:
@@ -100,7 +58,7 @@ class TensorClient:
     def __init__(self, connect: Callable[[], socket.socket]) -> None:
         """Keep the way to open a socket to the store; nothing is opened before it is needed."""
         self._connect = connect
-        self._idle: list[_Conversation] = []
+        self._idle: list[Conversation] = []
         weakref.finalize(self, _hang_up, self._idle).atexit = False
         self._written = WrittenSegments()
         self._holding = threading.local()
@@ -218,11 +176,11 @@ class TensorClient:
                 plan,
                 lambda data, segment: Put(
                     key=key, layout=plan.layout, num_bytes=plan.num_bytes, data=data,
-                    segment=segment, timeout_s=timeout_s,
+                    segment=segment, timeout_s=timeout_s, another=segment is not None,
                 ),
             )  # fmt: skip
 
-    def _put_held(self, conversation: _Conversation, key: str, plan: Plan) -> None:
+    def _put_held(self, conversation: Conversation, key: str, plan: Plan) -> None:
         self._send_value(
             conversation,
             plan,
@@ -234,28 +192,25 @@ class TensorClient:
 
     def _send_value(
         self,
-        conversation: _Conversation,
+        conversation: Conversation,
         plan: Plan,
-        request: Callable[[bytes | None, int | None], StoreRequest],
+        request: Callable[[bytes | None, int | None], Put | Commit],
     ) -> None:
         """Send a small value in the message, a large one through a segment."""
         if plan.num_bytes <= wire.INLINE_LIMIT:
-            conversation.ask(request(as_bytes(plan), None))
+            conversation.put(request(as_bytes(plan), None))
             return
-        reserved, fds = conversation.ask(
-            Reserve(num_bytes=plan.num_bytes, mapped=self._written.numbers)
-        )
-        assert isinstance(reserved, Reserved)  # noqa: S101 - what the server answers
+        reserved, fd = conversation.reserve(plan.num_bytes, self._written.numbers)
         try:
-            self._written.write(plan, fds[0], reserved)
-            conversation.ask(request(None, reserved.segment))
+            self._written.write(plan, fd, reserved)
+            conversation.put(request(None, reserved.segment))
         except StoreClosedError:
             raise
         except Exception:
             conversation.ask(GiveBack(segment=reserved.segment))
             raise
         finally:
-            os.close(fds[0])
+            os.close(fd)
 
     def _get(self, key: str, timeout: Duration | None) -> tuple[Tree, bool]:
         _check_key(key)
@@ -268,7 +223,7 @@ class TensorClient:
     @contextlib.contextmanager
     def _hold(
         self, key: str, timeout: Duration | None, *, may_be_missing: bool
-    ) -> Iterator[tuple[_Conversation, tuple[Tree, bool] | None]]:
+    ) -> Iterator[tuple[Conversation, tuple[Tree, bool] | None]]:
         """Hold a key for a block that ends by `_put_held`, or by an exception."""
         self._check_not_held(key)
         request = Hold(key=key, timeout_s=_seconds(timeout), may_be_missing=may_be_missing)
@@ -296,7 +251,7 @@ class TensorClient:
             return reply
 
     @contextlib.contextmanager
-    def _conversation(self) -> Iterator[_Conversation]:
+    def _conversation(self) -> Iterator[Conversation]:
         """Take a socket for a block.
 
         If a question is broken off, its answer would come to the next: it is hung up then.
@@ -308,7 +263,7 @@ class TensorClient:
         try:
             conversation = self._idle.pop()
         except IndexError:
-            conversation = _Conversation(self._connect())
+            conversation = Conversation(self._connect())
         try:
             yield conversation
         except StoreClosedError:
@@ -344,7 +299,7 @@ class TensorClient:
             )
 
 
-def _hang_up(conversations: list[_Conversation]) -> None:
+def _hang_up(conversations: list[Conversation]) -> None:
     while conversations:
         conversations.pop().close()
 

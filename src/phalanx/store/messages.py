@@ -44,6 +44,7 @@ class Put(StoreMessage, frozen=True, kw_only=True):
         segment: A segment that was reserved, or None.
         timeout_s: How long to wait while somebody else holds the key (None: without limit).
         holding: This conversation holds the key (`Hold`), and lets it go herewith.
+        another: Answer with the next segment for a value of this size, which spares a question.
     """
 
     key: str
@@ -53,6 +54,7 @@ class Put(StoreMessage, frozen=True, kw_only=True):
     segment: int | None = None
     timeout_s: float | None = None
     holding: bool = False
+    another: bool = False
 
 
 class Commit(StoreMessage, frozen=True, kw_only=True):
@@ -151,9 +153,10 @@ class Found(StoreMessage, frozen=True, kw_only=True):
 
 
 class Done(StoreMessage, frozen=True, kw_only=True):
-    """It was done; whether the key existed."""
+    """It was done; whether the key existed; fds: that of `another`."""
 
     existed: bool = True
+    another: Reserved | None = None
 
 
 class Keys(StoreMessage, frozen=True, kw_only=True):

@@ -57,11 +57,13 @@ class SegmentPool:
 
     Attributes:
         limit: Bytes that values and segments may have in all.
+        max_segments: How many there may be: each needs a descriptor.
         inline_bytes: Bytes of values that have no segment: they count, too.
     """
 
     limit: int
     inline_bytes: int = 0
+    max_segments: int = 1 << 30
     _segment_bytes: int = 0
     _pooled_bytes: int = 0
     _free_bytes: int = 0
@@ -165,6 +167,15 @@ class SegmentPool:
         return size
 
     def _make(self, size: int) -> Segment:
+        if len(self._existing) >= self.max_segments:
+            self._reclaim(len(self._retired))
+            if not self._drop_a_free_one():
+                raise PoolFullError(
+                    size,
+                    f"it has {len(self._existing):,} large values, or replaced ones that somebody "
+                    "still reads, and each needs one of the agent's file descriptors (`ulimit -n`; "
+                    "half of them may go here)",
+                )
         fd = kernel.open_anonymous_file("phalanx-tensors")
         try:
             os.ftruncate(fd, size)

@@ -11,8 +11,9 @@ a holder: it sees the old value until there is a new one.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from phalanx import kernel
@@ -45,6 +46,10 @@ if TYPE_CHECKING:
     from phalanx.store.segments import Segment
 
 
+_AHEAD_PART = 16
+"""Segments that are handed out before they are asked for are at most this part of the limit."""
+
+
 class _MisuseError(Exception):
     """A client asked for what can't be; the text goes to it."""
 
@@ -68,7 +73,8 @@ class TensorStore:
             who_is_alive: Says, for a person, who could still put something.
         """
         self._world_size = world_size
-        self._pool = SegmentPool(limit)
+        # Descriptors must be left for readers, and for starting workers again.
+        self._pool = SegmentPool(limit, max_segments=kernel.max_descriptors() // 2)
         self._call_later = call_later
         self._who_is_alive = who_is_alive
         self._entries: dict[str, Entry] = {}
@@ -159,31 +165,45 @@ class TensorStore:
 
     def _reserve(self, client: StoreClient, request: Reserve) -> None:
         try:
-            segment = self._pool.take(request.num_bytes, client.process)
+            reserved, fd = self._hand_out(client, request.num_bytes, request.mapped)
         except PoolFullError as error:
             client.reply(refusals.full(error))
-            return
         except OSError as error:
             client.reply(refusals.no_memory_file(request.num_bytes, error))
-            return
+        else:
+            client.reply(reserved, [fd])
+
+    def _hand_out(
+        self, client: StoreClient, num_bytes: int, mapped: Sequence[int] = ()
+    ) -> tuple[Reserved, int]:
+        segment = self._pool.take(num_bytes, client.process)
         try:
             fd = os.dup(segment.fd)
-        except OSError as error:
+        except OSError:
             self._pool.give_back(segment)
-            client.reply(refusals.no_memory_file(request.num_bytes, error))
-            return
+            raise
         self._reserved.setdefault(client, {})[segment.number] = segment
         fresh, segment.fresh = segment.fresh, False
-        client.reply(
-            Reserved(
-                segment=segment.number,
-                num_bytes=segment.num_bytes,
-                fresh=fresh,
-                keep=kernel.HAS_LEASES,
-                gone=tuple(number for number in request.mapped if not self._pool.exists(number)),
-            ),
-            [fd],
+        gone = tuple(number for number in mapped if not self._pool.exists(number))
+        reserved = Reserved(
+            segment=segment.number,
+            num_bytes=segment.num_bytes,
+            fresh=fresh,
+            keep=kernel.HAS_LEASES,
+            gone=gone,
         )
+        return reserved, fd
+
+    def _hand_out_another(
+        self, client: StoreClient, request: Put
+    ) -> tuple[Reserved | None, list[int]]:
+        """Reserve the next segment ahead, as long as that takes room from nobody."""
+        ahead = sum(each.num_bytes for held in self._reserved.values() for each in held.values())
+        if request.another and ahead + request.num_bytes <= self._pool.limit // _AHEAD_PART:
+            with contextlib.suppress(PoolFullError, OSError):
+                reserved, fd = self._hand_out(client, request.num_bytes)
+                return reserved, [fd]
+        return None, []
 
     def _put(self, client: StoreClient, request: Put) -> None:
         def put() -> None:
@@ -193,7 +213,8 @@ class TensorStore:
                 return
             replaced, entry.value = entry.value, value
             self._drop([] if replaced is None else [replaced])
-            client.reply(Done(existed=replaced is not None))
+            another, fds = self._hand_out_another(client, request)
+            client.reply(Done(existed=replaced is not None, another=another), fds)
             waiting, entry.for_value = entry.for_value, []
             for each in waiting:
                 each.stop_timer()

@@ -51,7 +51,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     average: bool = True
     align: bool = True
-    overlap: bool = True
+    overlap: bool | None = None
     check_finite: bool = False
     guard: bool = True
     bucket_mb: float = 25.0
@@ -159,7 +159,10 @@ class Synchronizer:
         else:
             plan.stop()
             plan.reduce(union)
-        if options.overlap and whole and len(plan.buckets) <= MAX_BUCKETS and not plan.restless:
+        overlap = options.overlap
+        if overlap is None:
+            overlap = not self._joined_group().shares_memory
+        if overlap and whole and len(plan.buckets) <= MAX_BUCKETS and not plan.restless:
             plan.arm()
         else:
             plan.disarm()

@@ -134,7 +134,7 @@ class WorkerContext(SubprocessContext[Any]):
         *,
         average: bool = True,
         align: bool = True,
-        overlap: bool = True,
+        overlap: bool | None = None,
         check_finite: bool = False,
         guard: bool = True,
         bucket_mb: float = 25.0,
