@@ -86,7 +86,9 @@ def test_kill_9_of_the_launcher(family):
     assert len(tagged_processes(tag)) > 12
     os.kill(script.pid, signal.SIGKILL)
     wait_until(lambda: all_gone(tag), 10, "descendants of a killed launcher")
-    assert not {name for name in abstract_sockets() if f"@phalanx-{script.pid}-" in name}
+    # A process that has no command line any more may still be closing its files.
+    name = f"@phalanx-{script.pid}-"
+    wait_until(lambda: not any(name in each for each in abstract_sockets()), 10, "its socket")
 
 
 def test_kill_9_of_the_agent(family):
