@@ -233,3 +233,22 @@ def torn_error_file(rank, world_size):
 def test_a_torn_error_file_harms_nothing():
     with pytest.raises(WorkerFailedError, match="exit code 4"):
         start_processes(torn_error_file, 1, preload=()).wait()
+
+
+def name_the_backend(rank, world_size):
+    return get_context().get_backend()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "shm"),
+        ({"backend": "gloo"}, "gloo"),
+        ({"backend": "shm"}, "shm"),
+        ({"num_processes_per_machine": 1}, "gloo"),
+    ],
+)
+def test_launcher_and_workers_name_the_same_backend(options, expected):
+    context = start_processes(name_the_backend, 2, **options)
+    assert context.get_backend() == expected
+    assert context.wait().returns == (expected, expected)

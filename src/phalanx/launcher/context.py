@@ -32,6 +32,7 @@ from phalanx.messages import (
     StopRun,
 )
 from phalanx.spec import to_seconds
+from phalanx.sync.shm.backend import why_unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -110,7 +111,9 @@ class LauncherContext(SubprocessContext[R]):
         """Return the name of the backend that the workers' group has."""
         if self.spec.backend != "auto":
             return self.spec.backend
-        return "nccl" if visible_gpus(dict(os.environ)) else "gloo"
+        if visible_gpus(dict(os.environ)):
+            return "nccl"
+        return "shm" if self.spec.num_nodes == 1 and why_unsupported() is None else "gloo"
 
     @property
     def restart_count(self) -> int:
