@@ -595,8 +595,9 @@ def sizes_by_turns(rank, world_size):
     context = get_context()
     for turn in range(30):
         num_bytes = [LARGE // 8, LARGE // 8, LARGE // 16, SMALL][turn % 4]
-        context.put_tensor(f"{turn % 3}", floats(num_bytes, turn))
-        got = context.get_tensor(f"{turn % 3}")
+        key = f"{rank}/{turn % 3}"
+        context.put_tensor(key, floats(num_bytes, turn))
+        got = context.get_tensor(key)
         assert got.unique().tolist() == [turn]
         assert got.nbytes == num_bytes
     return len(os.listdir("/proc/self/fd"))
