@@ -112,7 +112,7 @@ def test_each_side_says_what_belongs_to_the_other():
         get_context()
     assert context.get_world_size() == 1
     assert context.get_master_rank() == 0
-    assert context.get_backend() == "gloo"
+    assert context.get_backend() == "shm"
 
 
 @METHODS
