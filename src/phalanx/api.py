@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import os
-import socket
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import msgspec
-
 from phalanx import kernel, paths, spec
 from phalanx.context import SubprocessContext, get_context
-from phalanx.errors import PortInUseError, SpecError
-from phalanx.launcher import exit as launcher_exit
-from phalanx.launcher.console import Console
-from phalanx.launcher.context import LauncherContext
+from phalanx.errors import SpecError
 from phalanx.launcher.image import fork_server_key, process_image
+from phalanx.launcher.launch import check_preload, launch
 from phalanx.launcher.link import agent_link
-from phalanx.launcher.signals import stop_signals
-from phalanx.messages import Launch, Prewarm
+from phalanx.messages import Prewarm
 
 if TYPE_CHECKING:
     from phalanx.events import Event
-    from phalanx.spec import Duration, LaunchSpec, ProcessImage
+    from phalanx.spec import Duration, LaunchSpec
 
 __all__ = ["get_context", "prewarm", "start_processes"]
 
 R = TypeVar("R")
-
-_BACKLOG = 4096
-"""Connections that may wait at the group's store until its host accepts them."""
 
 
 def start_processes(
@@ -124,7 +113,7 @@ def start_processes(
         else spec.to_seconds("restart_window", restart_window),
         restart=restart,
         start_method=start_method,
-        preload=_check_preload(preload),
+        preload=check_preload(preload),
         log_dir=None if log_dir is None else str(Path(log_dir).absolute()),
         console_ranks=_console_ranks(console, world_size),
         grace_s=spec.to_seconds("grace", grace),
@@ -133,18 +122,7 @@ def start_processes(
         master_port=main_process_port,
     )
     image = process_image(_check_environment(env))
-    with contextlib.ExitStack() as on_failure:
-        payload_fd = _dump_payload(main_function, args, kwargs)
-        on_failure.callback(os.close, payload_fd)
-        listener = on_failure.enter_context(_bind(launch_spec.master_addr, main_process_port))
-        launch_spec = _open_directories(launch_spec, listener.getsockname()[1])
-        context: LauncherContext[R] = _launch(
-            launch_spec, image, on_event, [payload_fd, listener.fileno()]
-        )
-        listener.detach()  # both descriptors are the link's from here on
-        on_failure.pop_all()
-    paths.prune_runs()
-    return context
+    return launch(launch_spec, image, _dump_payload(main_function, args, kwargs), on_event)
 
 
 def prewarm(preload: Sequence[str] = ("torch",)) -> None:
@@ -158,45 +136,10 @@ def prewarm(preload: Sequence[str] = ("torch",)) -> None:
     """
     _refuse_in_child()
     image = process_image({})
-    key = fork_server_key(image, _check_preload(preload))
+    key = fork_server_key(image, check_preload(preload))
     link, new = agent_link(key, image)
     if not new:
         link.send(Prewarm(key=key, image=image))
-
-
-def _open_directories(launch_spec: LaunchSpec, port: int) -> LaunchSpec:
-    """Make the run's directory, and write there what was asked for."""
-    if launch_spec.log_dir is not None:
-        paths.check_log_dir(Path(launch_spec.log_dir))
-    run_paths = paths.create_run_directory(launch_spec.run_id)
-    launch_spec = msgspec.structs.replace(
-        launch_spec, master_port=port, run_dir=str(run_paths.root)
-    )
-    paths.write_whole(run_paths.spec, msgspec.json.encode(launch_spec) + b"\n")
-    return launch_spec
-
-
-def _launch(
-    launch_spec: LaunchSpec,
-    image: ProcessImage,
-    on_event: Callable[[Event], None] | None,
-    fds: list[int],
-) -> LauncherContext[Any]:
-    """Hand the run over to the agent. From here on it lives."""
-    preload = () if launch_spec.start_method == "spawn" else launch_spec.preload
-    key = fork_server_key(image, preload)
-    link, _ = agent_link(key, image)
-    console = Console(launch_spec.run_id, link.send)
-    context: LauncherContext[Any] = LauncherContext(
-        launch_spec, link, console, on_event, on_ended=_forget_when_fine
-    )
-    console_spec, console_fds = console.describe()
-    launch = Launch(spec=launch_spec, key=key, image=image, console=console_spec)
-    stop_signals.run_began(context)
-    launcher_exit.keep(context)
-    link.subscribe(launch_spec.run_id, context)
-    link.send(launch, [*fds, *console_fds])
-    return context
 
 
 # ── checks, before anything is started ───────────────────────────────────────────────────
@@ -238,18 +181,6 @@ def _check_backend(launch_spec: LaunchSpec) -> None:
         spec.check_backend(launch_spec.backend, registered)
 
 
-def _check_preload(preload: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(preload, str):
-        raise SpecError(f"preload must be a sequence of module names, as ({preload!r},)")
-    for module in preload:
-        top = module.partition(".")[0]
-        if not top or importlib.util.find_spec(top) is None:
-            raise SpecError(
-                f"preload: there is no module {module!r} here; correct its name or install it"
-            )
-    return tuple(preload)
-
-
 def _check_environment(env: Mapping[str, str] | None) -> dict[str, str]:
     for name, value in (env or {}).items():
         if not isinstance(name, str) or not isinstance(value, str):
@@ -272,22 +203,6 @@ def _console_ranks(
         if not 0 <= rank < world_size:
             raise SpecError(f"console: there is no rank {rank!r} among {world_size}")
     return tuple(console)
-
-
-def _bind(address: str, port: int) -> socket.socket:
-    """Bind the group's port here: a taken one is an error of the call, and no race is left."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((address, port))
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise PortInUseError(
-            f"main_process_port {port} can't be used: {error.strerror}. Choose another, or 0 "
-            f"for any free one (`ss -ltnp 'sport = :{port}'` shows who has it)"
-        ) from error
-    return listener
 
 
 def _dump_payload(
@@ -317,9 +232,3 @@ def _refuse_in_child() -> None:
             "start_processes was called while a multiprocessing child imported the script. "
             'Put the call under `if __name__ == "__main__":`, or let the child be forked'
         )
-
-
-def _forget_when_fine(context: LauncherContext[Any]) -> None:
-    """A run that ended well needs nobody at exit."""
-    if context.state == "succeeded":
-        launcher_exit.forget(context)

@@ -180,6 +180,15 @@ def nobody_reads(fd: int) -> bool:
     return True
 
 
+def fill_standard_fds() -> None:
+    """Open what is closed of descriptors 0 to 2, so that nothing else gets these numbers."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+
+
 def max_descriptors() -> int:
     """Return how many descriptors this process may have."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -102,6 +102,13 @@ class KillRun(Message, frozen=True, kw_only=True):
     reason: str = "kill"
 
 
+class PassSignal(Message, frozen=True, kw_only=True):
+    """Pass a signal on to the workers that catch it; if none does, it is a stop."""
+
+    run_id: str
+    signum: int
+
+
 class RestartRun(Message, frozen=True, kw_only=True):
     """Replace a run's generation by a new one."""
 
@@ -144,6 +151,7 @@ LauncherMessage: TypeAlias = (
     | Launch
     | StopRun
     | KillRun
+    | PassSignal
     | RestartRun
     | ConsoleTaken
     | InputLine

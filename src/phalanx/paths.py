@@ -49,6 +49,11 @@ def log_file(log_dir: Path, generation: int, rank: int, stream: str) -> Path:
     return log_dir / str(generation) / f"rank-{rank}.{stream}"
 
 
+def filtered_file(log_dir: Path, generation: int, stream: str) -> Path:
+    """Name of the file with the lines of all ranks that were asked for by their text."""
+    return log_dir / str(generation) / f"filtered.{stream}"
+
+
 def new_run_id() -> str:
     """Return a name for a run that sorts by time and is not taken."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"

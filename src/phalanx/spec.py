@@ -20,6 +20,7 @@ from phalanx.lifecycle.state import Policy
 
 Restart: TypeAlias = Literal["group", "worker"]
 StartMethod: TypeAlias = Literal["forkserver", "spawn"]
+NumaBinding: TypeAlias = Literal["node", "socket", "exclusive", "core-complex"]
 Duration: TypeAlias = float | int | timedelta
 """Seconds, or a `timedelta`."""
 
@@ -31,6 +32,45 @@ TAG_VARIABLE = "PHALANX_WORKER"
 
 
 _LEAST_STORE = 1 << 20
+
+
+class Program(msgspec.Struct, frozen=True, kw_only=True):
+    """What workers run instead of a function.
+
+    Attributes:
+        kind: ``script``: a file (or a folder or archive with a ``__main__.py``), as by
+            ``python target``; ``module``: as by ``python -m target``; ``executable``: any
+            program.
+        target: The file, the module's name, or the program.
+        arguments: What it gets; ``${local_rank}`` in them is each worker's own.
+        replaces_worker: The worker's process becomes a process of the program (exec); False:
+            it runs in the worker, as its ``__main__``.
+    """
+
+    kind: Literal["script", "module", "executable"]
+    target: str
+    arguments: tuple[str, ...] = ()
+    replaces_worker: bool = False
+
+    def arguments_of(self, local_rank: int) -> tuple[str, ...]:
+        """Return the arguments of one worker."""
+        return tuple(arg.replace("${local_rank}", str(local_rank)) for arg in self.arguments)
+
+
+class Routes(msgspec.Struct, frozen=True, kw_only=True):
+    """Which ranks' output goes where, by stream (``out``, ``err``).
+
+    A stream that goes nowhere else is kept in the run directory.
+
+    Attributes:
+        console: Ranks whose stream goes to the console.
+        files: Ranks whose stream goes to a file.
+        filters: Lines that contain one of these texts are also copied to one file for all.
+    """
+
+    console: dict[str, tuple[int, ...]]
+    files: dict[str, tuple[int, ...]]
+    filters: dict[str, tuple[str, ...]] = {}
 
 
 class ProcessImage(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +87,12 @@ class ProcessImage(msgspec.Struct, frozen=True, kw_only=True):
     ignored_signals: tuple[int, ...] = ()
     blocked_signals: tuple[int, ...] = ()
     main_file: str | None = None
+    preload_path: tuple[str, ...] | None = None
+
+    @property
+    def path_of_preload(self) -> tuple[str, ...]:
+        """Where the fork server looks for modules; workers look along `module_path`."""
+        return self.module_path if self.preload_path is None else self.preload_path
 
 
 class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +116,12 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     start_timeout_s: float = 300.0
     store_limit: int | None = None
     run_dir: str = ""
+    program: Program | None = None
+    role: str = "default"
+    elastic_run_id: str | None = None
+    virtual_local_rank: bool = False
+    numa_binding: NumaBinding | None = None
+    routes: Routes | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -86,7 +138,21 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
             restart=self.restart,
             grace_s=self.grace_s,
             start_timeout_s=self.start_timeout_s,
+            runs_program=self.program is not None,
         )
+
+    def goes_to_console(self, rank: int, stream: str) -> bool:
+        """Whether a rank's stream (``out``, ``err``) goes to the console."""
+        ranks = self.console_ranks if self.routes is None else self.routes.console[stream]
+        return rank in ranks
+
+    def goes_to_file(self, rank: int, stream: str) -> bool:
+        """Whether a rank's stream goes to a file; to the console too, perhaps."""
+        if not self.goes_to_console(rank, stream):
+            return True
+        if self.routes is None:
+            return self.log_dir is not None
+        return rank in self.routes.files[stream]
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +170,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     restart: Restart
     backend: str
     has_store: bool = True
+    program: Program | None = None
+    numa_binding: NumaBinding | None = None
 
     @property
     def tag(self) -> str:
@@ -207,6 +275,8 @@ def worker_spec(spec: LaunchSpec, rank: int, generation: int, restart_count: int
         restart_count=restart_count,
         restart=spec.restart,
         backend=spec.backend,
+        program=spec.program,
+        numa_binding=spec.numa_binding,
     )
 
 
@@ -231,7 +301,7 @@ def worker_environment(
         "LOCAL_RANK": str(worker.local_rank),
         "GROUP_RANK": str(worker.node_rank),
         "ROLE_RANK": str(worker.rank),
-        "ROLE_NAME": "default",
+        "ROLE_NAME": spec.role,
         "WORLD_SIZE": str(worker.world_size),
         "LOCAL_WORLD_SIZE": str(worker.local_world_size),
         "GROUP_WORLD_SIZE": str(worker.num_nodes),
@@ -240,7 +310,7 @@ def worker_environment(
         "MASTER_PORT": str(spec.master_port),
         "TORCHELASTIC_RESTART_COUNT": str(worker.restart_count),
         "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
-        "TORCHELASTIC_RUN_ID": spec.run_id,
+        "TORCHELASTIC_RUN_ID": spec.elastic_run_id or spec.run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_ERROR_FILE": error_file(spec, worker),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": base.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
@@ -250,6 +320,9 @@ def worker_environment(
         environment.setdefault("OMP_NUM_THREADS", "1")
     if worker.num_nodes > 1 and gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(_slice(gpus, worker))
+    if spec.virtual_local_rank:
+        own = gpus[worker.local_rank] if worker.local_rank < len(gpus) else str(worker.local_rank)
+        environment |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": own}
     return environment
 
 

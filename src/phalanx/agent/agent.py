@@ -31,6 +31,7 @@ from phalanx.messages import (
     Launch,
     LauncherMessage,
     OpenStore,
+    PassSignal,
     Prewarm,
     RestartRun,
     StopRun,
@@ -194,13 +195,17 @@ class Agent:
             run.feed(ev.StopRequested(grace_s=run.spec.grace_s, reason="SIGTERM to the agent"))
 
 
-def _pass_on(run: Run, message: StopRun | KillRun | RestartRun | ConsoleTaken | InputLine) -> None:
+def _pass_on(
+    run: Run, message: StopRun | KillRun | PassSignal | RestartRun | ConsoleTaken | InputLine
+) -> None:
     match message:
         case StopRun(grace_s=grace_s, reason=reason):
             grace_s = run.spec.grace_s if grace_s is None else grace_s
             run.feed(ev.StopRequested(grace_s=grace_s, reason=reason))
         case KillRun(reason=reason):
             run.kill(reason)
+        case PassSignal(signum=signum):
+            run.pass_signal(signum)
         case RestartRun(grace_s=grace_s):
             grace_s = run.spec.grace_s if grace_s is None else grace_s
             run.feed(ev.RestartRequested(grace_s=grace_s))

@@ -292,7 +292,7 @@ class ForkServers:
         if server is not None:
             return server
         pid, sock = spawn_fork_server(
-            key.executable, key.flags, key.preload, image.module_path, image.environment
+            key.executable, key.flags, key.preload, image.path_of_preload, image.environment
         )
         return self._register(key, pid, sock)
 

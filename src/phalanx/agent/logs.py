@@ -9,10 +9,10 @@ at once, and a quiet pipe costs nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from phalanx.agent.lines import LinePrefixer
+from phalanx.agent.lines import MAX_LINE, LinePrefixer
 
 if TYPE_CHECKING:
     import asyncio
@@ -39,6 +39,7 @@ class StreamPump:
         terminal: bool,
         console: Sink | None,
         file: FileSink | None,
+        matching: MatchingLines | None = None,
     ) -> None:
         """Take over the reading end of a pipe and start to pump."""
         os.set_blocking(fd, False)
@@ -46,6 +47,7 @@ class StreamPump:
         self._fd = fd
         self._console = console
         self._file = file
+        self._matching = matching
         self._lines = LinePrefixer(prefix, terminal=terminal)
         self._tail = b""
         self._timer: asyncio.TimerHandle | None = None
@@ -78,6 +80,8 @@ class StreamPump:
             self._console.write(self._lines.finish())
         if self._file is not None:
             self._file.close()
+        if self._matching is not None:
+            self._matching.close()
 
     # ── the loop's side ──────────────────────────────────────────────────────────────────
 
@@ -118,6 +122,8 @@ class StreamPump:
             return 0
         if self._file is not None:
             self._file.write(data)
+        if self._matching is not None:
+            self._matching.feed(data)
         if self._console is not None:
             self._console.write(self._lines.feed(data))
             self._watch_bar()
@@ -169,3 +175,32 @@ class FileSink:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+
+class MatchingLines:
+    """Copies the lines of one stream that contain a text to a file that all ranks share."""
+
+    def __init__(self, file: FileSink, texts: Sequence[str], prefix: str) -> None:
+        """Take over the file, which appends; each line gets the prefix."""
+        self._file = file
+        self._texts = [text.encode() for text in texts]
+        self._prefix = prefix.encode()
+        self._rest = b""
+
+    def feed(self, data: bytes) -> None:
+        """Take bytes in; whole lines are copied, with one write for all of them."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > MAX_LINE:
+            lines.append(self._rest)
+            self._rest = b""
+        self._file.write(b"".join(self._copy(line) for line in lines))
+
+    def close(self) -> None:
+        """Copy a line that was not ended, and let go of the file."""
+        if self._rest:
+            self._file.write(self._copy(self._rest))
+        self._file.close()
+
+    def _copy(self, line: bytes) -> bytes:
+        found = any(text in line for text in self._texts)
+        return self._prefix + line + b"\n" if found else b""

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Literal
 
 from phalanx import kernel
 from phalanx.agent.consoles import Consoles, DescriptorSink, RelaySink
-from phalanx.agent.logs import FileSink, StreamPump
+from phalanx.agent.logs import FileSink, MatchingLines, StreamPump
 from phalanx.messages import ConsoleKind, ConsoleText
-from phalanx.paths import RunPaths, log_file
+from phalanx.paths import RunPaths, filtered_file, log_file
 
 if TYPE_CHECKING:
     import asyncio
@@ -56,55 +56,70 @@ class RunOutput:
             else:
                 self._sinks[stream] = RelaySink(_relay(spec.run_id, stream, tell))
         self._given_up = False
-        self._pumps: dict[int, tuple[StreamPump, StreamPump]] = {}
-        self._files: dict[int, tuple[str, str]] = {}
+        self._pumps: dict[int, dict[Stream, StreamPump]] = {}
+        self._files: dict[int, dict[Stream, str]] = {}
 
     def begin(self, rank: int, generation: int) -> tuple[int, int]:
         """Return what a worker is to use as standard output and error; the caller owns them."""
         self.end(rank)
-        to_console = rank in self._spec.console_ranks
-        log_dir = self._spec.log_dir
-        if log_dir is None and not to_console:
-            log_dir = str(RunPaths(root=Path(self._spec.run_dir)).logs)
-        files: dict[Stream, str] = {}
-        if log_dir is not None:
-            for stream in _streams():
-                files[stream] = str(log_file(Path(log_dir), generation, rank, stream))
-        if not to_console:
-            self._files[rank] = (files["out"], files["err"])
-            return self._open(files["out"]), self._open(files["err"])
-        ends: list[int] = []
-        pumps: list[StreamPump] = []
-        for stream in _streams():
-            reader, writer = os.pipe()
-            kernel.widen_pipe(reader)
-            path = files.get(stream)
-            file = None if path is None else FileSink(self._open(path), path, self._on_broken)
-            pumps.append(
-                StreamPump(
-                    self._loop,
-                    reader,
-                    prefix=self._prefix(rank, stream),
-                    terminal=self._is_terminal(stream),
-                    console=self._sinks[stream],
-                    file=file,
-                )
-            )
-            ends.append(writer)
-        self._pumps[rank] = (pumps[0], pumps[1])
-        return ends[0], ends[1]
+        self._pumps[rank] = {}
+        self._files[rank] = {}
+        return self._begin(rank, generation, "out"), self._begin(rank, generation, "err")
+
+    def _begin(self, rank: int, generation: int, stream: Stream) -> int:
+        to_console = self._spec.goes_to_console(rank, stream)
+        path: str | None = None
+        if self._spec.goes_to_file(rank, stream):
+            path = str(log_file(self._log_dir, generation, rank, stream))
+        filters = self._filters(stream)
+        if path is not None and not to_console and not filters:
+            self._files[rank][stream] = path
+            return self._open(path)
+        reader, writer = os.pipe()
+        kernel.widen_pipe(reader)
+        self._pumps[rank][stream] = StreamPump(
+            self._loop,
+            reader,
+            prefix=self._prefix(rank, stream),
+            terminal=self._is_terminal(stream),
+            console=self._sinks[stream] if to_console else None,
+            file=None if path is None else FileSink(self._open(path), path, self._on_broken),
+            matching=self._matching(rank, generation, stream, filters),
+        )
+        return writer
+
+    @property
+    def _log_dir(self) -> Path:
+        if self._spec.log_dir is not None:
+            return Path(self._spec.log_dir)
+        return RunPaths(root=Path(self._spec.run_dir)).logs
+
+    def _filters(self, stream: Stream) -> tuple[str, ...]:
+        return () if self._spec.routes is None else self._spec.routes.filters.get(stream, ())
+
+    def _matching(
+        self, rank: int, generation: int, stream: Stream, filters: tuple[str, ...]
+    ) -> MatchingLines | None:
+        if not filters:
+            return None
+        path = str(filtered_file(self._log_dir, generation, stream))
+        file = FileSink(self._open(path), path, self._on_broken)
+        return MatchingLines(file, filters, f"[rank {rank}] ")
 
     def drain(self, rank: int) -> None:
         """Read all that a worker had printed: it has ended."""
-        for pump in self._pumps.get(rank, ()):
+        for pump in self._pumps.get(rank, {}).values():
             pump.drain()
 
     def tail(self, rank: int) -> str:
         """Return the last lines of a rank, standard output first."""
-        if rank in self._pumps:
-            tails = [pump.tail() for pump in self._pumps[rank]]
-        else:
-            tails = [_end_of(path) for path in self._files.get(rank, ())]
+        pumps, files = self._pumps.get(rank, {}), self._files.get(rank, {})
+        tails: list[bytes] = []
+        for stream in _streams():
+            if stream in pumps:
+                tails.append(pumps[stream].tail())
+            elif stream in files:
+                tails.append(_end_of(files[stream]))
         text = b"".join(
             tail if tail.endswith(b"\n") or not tail else tail + b"\n" for tail in tails
         )
@@ -113,7 +128,7 @@ class RunOutput:
     def end(self, rank: int) -> None:
         """A worker has ended and been drained."""
         self._files.pop(rank, None)
-        for pump in self._pumps.pop(rank, ()):
+        for pump in self._pumps.pop(rank, {}).values():
             pump.close()
 
     def write_plain(self, text: str) -> None:

@@ -181,7 +181,7 @@ class Run:
         match order:
             case do.Announce(event=event):
                 self._announce(event)
-                if isinstance(event, ev.GroupRan):
+                if isinstance(event, ev.GroupRan) and self._may_start_again:
                     self._loop.call_later(_IDLE_S, self._servers.improve, self._launch.key)
                 elif isinstance(event, ev.RunEnded):
                     self.output.when_flushed(self._finish)
@@ -208,6 +208,11 @@ class Run:
                 self.output.end(rank)
 
     @property
+    def _may_start_again(self) -> bool:
+        """Whether there may be another start: a command without restarts starts once."""
+        return self.spec.program is None or self.spec.max_restarts > 0
+
+    @property
     def _group(self) -> Generation:
         assert self._generation is not None  # noqa: S101 - opened by the first order
         return self._generation
@@ -231,7 +236,7 @@ class Run:
         return ev.GenerationClosed(generation=self._group.number)
 
     def _stop_worker(self, worker: WorkerProcess, *, polite: bool) -> None:
-        if polite and self._page.polls_stop(worker.rank) and not worker.handles_sigterm():
+        if polite and self._page.polls_stop(worker.rank) and not worker.catches(signal.SIGTERM):
             return  # it has been told by the page, and SIGTERM would only cut it short
         worker.signal(signal.SIGTERM)
 
@@ -286,15 +291,14 @@ class Run:
         self.output.drain(worker.rank)
         if exit_ != Exited(0) and not worker.has_failed:
             self._read_error_file(worker)
-        self.feed(
-            ev.WorkerExited(
-                rank=worker.rank,
-                exit=exit_,
-                log_tail=self.output.tail(worker.rank) if exit_ != Exited(0) else "",
-                native_stack=worker.native_stack(),
-            )
+        exited = ev.WorkerExited(
+            rank=worker.rank,
+            exit=exit_,
+            log_tail=self.output.tail(worker.rank) if exit_ != Exited(0) else "",
+            native_stack=worker.native_stack(),
         )
-        self.output.end(worker.rank)
+        self.output.end(worker.rank)  # before the rank is started again, with pipes of its own
+        self.feed(exited)
 
     def _read_error_file(self, worker: WorkerProcess) -> None:
         """Code under torchelastic's ``@record`` has said there what went wrong."""
@@ -335,6 +339,19 @@ class Run:
     def belongs_to(self, launcher: Connection[LauncherMessage]) -> bool:
         """Whether this connection asked for the run."""
         return self._launcher is launcher
+
+    def pass_signal(self, signum: int) -> None:
+        """Give a signal to the workers whose code catches it; if none does, it is a stop.
+
+        To any other worker it would be the end.
+        """
+        workers = () if self._generation is None else self._generation.workers.values()
+        takers = [worker for worker in workers if worker.catches(signum)]
+        for worker in takers:
+            worker.signal(signum)
+        if not takers:
+            name = kernel.signal_name(signum)
+            self.feed(ev.StopRequested(grace_s=self.spec.grace_s, reason=name))
 
     def kill(self, reason: str) -> None:
         """End it now, without waiting for a console that does not read."""

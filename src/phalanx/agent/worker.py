@@ -116,9 +116,9 @@ class WorkerProcess:
         elif self.pid is not None:
             self._server.signal(self._ticket, signum)
 
-    def handles_sigterm(self) -> bool:
-        """Whether the user's code catches SIGTERM."""
-        return self.pid is not None and kernel.catches_signal(self.pid, signal.SIGTERM)
+    def catches(self, signum: int) -> bool:
+        """Whether the user's code catches a signal."""
+        return self.pid is not None and kernel.catches_signal(self.pid, signum)
 
     def answer(self, text: str) -> None:
         """Give the debugger the line that it asked for."""

@@ -26,6 +26,7 @@ from phalanx.messages import (
     InputLine,
     InputWanted,
     KillRun,
+    PassSignal,
     RestartRun,
     Result,
     RunFinished,
@@ -80,6 +81,8 @@ class LauncherContext(SubprocessContext[R]):
         self._questions: list[InputWanted] = []
         self._callbacks: queue.SimpleQueue[ev.Event | None] | None = None
         self._returns: tuple[Any, ...] | None = None
+        self._launched = False
+        self._early: list[StopRun | KillRun | PassSignal] = []
         self.looked_at = False
         # The store outlives the run, but not this object.
         self._store = StoreAccess(spec.run_id, link)
@@ -230,11 +233,28 @@ class LauncherContext(SubprocessContext[R]):
 
     def request_stop(self, reason: str) -> None:
         """Stop, with the run's grace; does not wait."""
-        self._link.send(StopRun(run_id=self.run_id, reason=reason))
+        self._send_after_launch(StopRun(run_id=self.run_id, reason=reason))
 
     def request_kill(self, reason: str) -> None:
         """End now; does not wait."""
-        self._link.send(KillRun(run_id=self.run_id, reason=reason))
+        self._send_after_launch(KillRun(run_id=self.run_id, reason=reason))
+
+    def pass_signal(self, signum: int) -> None:
+        """Have workers that catch a signal get it, or the run stopped; does not wait."""
+        self._send_after_launch(PassSignal(run_id=self.run_id, signum=signum))
+
+    def launched(self) -> None:
+        """The launch has been sent: a wish that came before it can follow it now."""
+        self._launched = True
+        while self._early:
+            self._link.send(self._early.pop(0))
+
+    def _send_after_launch(self, wish: StopRun | KillRun | PassSignal) -> None:
+        """The agent knows no run that it was not told of."""
+        if self._launched:
+            self._link.send(wish)
+        else:
+            self._early.append(wish)
 
     # ── the mailbox: called by the link's thread ─────────────────────────────────────────
 
@@ -374,12 +394,15 @@ class LauncherContext(SubprocessContext[R]):
         )
 
     def _load(self, rank: int) -> object:
-        """Unpickle what a rank returned; a rank that left by `os._exit(0)` returned None."""
+        """Unpickle what a rank returned.
+
+        A program returns nothing, and a rank that left by `os._exit(0)` returned None.
+        """
+        value = self._results.pop(rank, None)
+        if not value and not isinstance(value, int):
+            return None
         from phalanx import payload  # noqa: PLC0415 - loaded by the launch
 
-        value = self._results.pop(rank, None)
-        if value is None:
-            return None
         if isinstance(value, bytes):
             return payload.load_value(value)
         with mmap.mmap(value, 0, access=mmap.ACCESS_READ) as data:
@@ -387,12 +410,12 @@ class LauncherContext(SubprocessContext[R]):
             return payload.load_value(data)
 
     def _failure(self, finished: RunFinished) -> WorkerFailedError:
-        from phalanx import payload  # noqa: PLC0415 - loaded by the launch
-
         exceptions: dict[int, BaseException] = {}
         for failure in finished.failures:
             if failure.exception is None:
                 continue
+            from phalanx import payload  # noqa: PLC0415 - loaded by the launch
+
             try:
                 exception = payload.load_value(failure.exception)
             except Exception:  # noqa: BLE001, S112 - a class may not exist here: the text will do

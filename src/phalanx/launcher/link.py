@@ -52,6 +52,7 @@ class AgentLink:
         self._lock = threading.Lock()
         self._lost = False
         self._outbox: queue.SimpleQueue[tuple[Message, list[int]] | None] = queue.SimpleQueue()
+        kernel.fill_standard_fds()  # the agent gets its own 0 to 2, and the listener by number
         with _listen() as listener:
             self.agent_pid = _spawn_agent(listener, key, image)
             sock = socket.socket(socket.AF_UNIX)
@@ -167,7 +168,7 @@ def _spawn_agent(listener: socket.socket, key: ForkServerKey, image: ProcessImag
         str(listener.fileno()),
         str(os.getpid()),
         msgspec.json.encode(key).decode(),
-        msgspec.json.encode(image.module_path).decode(),
+        msgspec.json.encode(image.path_of_preload).decode(),
     )
     null = os.devnull
     return os.posix_spawn(

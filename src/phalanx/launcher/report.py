@@ -7,6 +7,7 @@ a person who has just lost a training run.
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING
 
 from phalanx import events as ev
@@ -54,7 +55,7 @@ def failure_page(spec: LaunchSpec, failures: tuple[Failure, ...], restart_count:
     lines.append(f"  run       {spec.run_dir}")
     lines += _section("message", root.message if "\n" in root.message else "")
     lines += _section("traceback", root.traceback or "")
-    lines += _section("native stack", root.native_stack or "")
+    lines += _section("native stack", _without_own_frames(root.native_stack or ""))
     lines += _section("last lines of its log", _tail(root))
     if others:
         lines += ["", "Because of that:"]
@@ -115,3 +116,9 @@ def _effect(failure: Failure) -> str:
     if failure.kind == "effect":
         what = f"lost its peers ({what})"
     return f"{who}: {what}"
+
+
+def _without_own_frames(stack: str) -> str:
+    """Leave out what is below the user's code in a stack that faulthandler wrote."""
+    own = tuple(f"{os.sep}phalanx{os.sep}{room}{os.sep}" for room in ("worker", "forkserver"))
+    return "\n".join(line for line in stack.splitlines() if not any(part in line for part in own))

@@ -14,9 +14,11 @@ import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from types import FrameType, TracebackType
 
-_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What is a stop, whatever else is."""
 _LAST_RESORT = 3
 """With this many SIGINTs the old handler gets one at once: something must be stuck."""
 
@@ -30,6 +32,9 @@ class Stoppable(Protocol):
     def request_kill(self, reason: str) -> None:
         """End now."""
 
+    def pass_signal(self, signum: int) -> None:
+        """Give it to workers that catch it; stop if none does."""
+
 
 class StopSignals:
     """Holds the handlers while there are live runs. One per process."""
@@ -39,7 +44,19 @@ class StopSignals:
         self._live: list[Stoppable] = []
         self._old: dict[int, Any] = {}
         self._received: list[int] = []
+        self._stops: tuple[int, ...] = STOPS
+        self._passed: tuple[int, ...] = ()
         self._main_thread = threading.main_thread().ident
+
+    def also_handle(self, *, stops: Iterable[int] = (), passed: Iterable[int] = ()) -> None:
+        """Have more signals mean something to runs that begin from now on.
+
+        Args:
+            stops: They stop a run, too.
+            passed: They go to the workers that catch them, and stop a run where none does.
+        """
+        self._stops = (*STOPS, *stops)
+        self._passed = tuple(passed)
 
     def run_began(self, run: Stoppable) -> None:
         """Take the signals, if this is the main thread and nobody has yet."""
@@ -47,7 +64,7 @@ class StopSignals:
         if self._old or threading.current_thread() is not threading.main_thread():
             return
         self._received.clear()
-        for signum in _HANDLED:
+        for signum in (*self._stops, *self._passed):
             old = signal.getsignal(signum)
             if old in (signal.SIG_IGN, None):  # nohup, or a handler that is not Python's
                 continue
@@ -76,6 +93,10 @@ class StopSignals:
         del frame
         if not self._live:
             self._give_back(again=signum)
+            return
+        if signum in self._passed:
+            for run in self._live:
+                run.pass_signal(signum)
             return
         self._received.append(signum)
         name = signal.Signals(signum).name

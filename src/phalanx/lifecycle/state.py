@@ -35,6 +35,8 @@ class Policy:
     restart: Literal["group", "worker"] = "group"
     grace_s: float = 30.0
     start_timeout_s: float = 300.0
+    runs_program: bool = False
+    """Workers may be other programs: to end with exit code 0 is to return."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -199,8 +199,9 @@ def _exited(state: GroupState, event: ev.WorkerExited, now: float) -> Step:
         return moves.settle(state, now)
     if worker.phase == "running" and event.exit == Exited(0):
         how = f"rank {event.rank} left with exit code 0 before its function returned"
+        warning = () if state.policy.runs_program else (_warn(event.rank, how),)
         state = state.with_worker(replace(gone, phase="succeeded"))
-        return moves.settle(state, now, (_warn(event.rank, how),))
+        return moves.settle(state, now, warning)
     failure = moves.failure_of_exit(state, worker, event)
     return moves.fail(state.with_worker(replace(gone, phase="failed")), failure, now)
 
@@ -210,6 +211,8 @@ def _exited_while_stopping(state: GroupState, event: ev.WorkerExited, now: float
     gone = replace(worker, alive=False, due_s=None)
     if worker.phase == "failed":
         state = moves.with_exit(state, event)
+    elif worker.phase == "running" and event.exit == Exited(0) and state.policy.runs_program:
+        gone = replace(gone, phase="succeeded")
     elif worker.phase in ("starting", "running"):
         gone = replace(gone, phase="stopped")
         record = Failure(

@@ -12,6 +12,7 @@ import contextlib
 import faulthandler
 import mmap
 import os
+import signal
 import sys
 import threading
 from typing import TYPE_CHECKING, NoReturn
@@ -27,7 +28,7 @@ from phalanx.sync.optimizers import watch_optimizers
 from phalanx.sync.shm.backend import register_shm_backend
 from phalanx.sync.whereabouts import be_found
 from phalanx.wire import INLINE_LIMIT
-from phalanx.worker import fresh
+from phalanx.worker import fresh, script
 from phalanx.worker.capture import failure_of
 from phalanx.worker.context import WorkerContext
 from phalanx.worker.imports import after_import
@@ -36,10 +37,10 @@ from phalanx.worker.link import AgentLink
 if TYPE_CHECKING:
     from phalanx.failures import Cause, Failure
     from phalanx.payload import Call
-    from phalanx.spec import ProcessImage, WorkerSpec
+    from phalanx.spec import ProcessImage, Program, WorkerSpec
 
-_NUM_OWN_FRAMES = 2
-"""Frames of this module above the user's function in a traceback."""
+_BY_INTERRUPT = -1
+"""Stands for an exit code: end by SIGINT."""
 
 
 def run_forked_worker(order: MakeWorker, fds: list[int], server_pid: int) -> NoReturn:
@@ -49,6 +50,9 @@ def run_forked_worker(order: MakeWorker, fds: list[int], server_pid: int) -> NoR
     _connect_standard_streams(out, err)
     kernel.close_all_fds({0, 1, 2, control, *files})
     fresh.enter_surroundings(order.image)
+    program = order.worker.program
+    if program is not None and program.replaces_worker:
+        _become(program, order, AgentLink(control))
     if order.fresh_interpreter:
         _exec("phalanx.worker.bootstrap", order, [control, *files])
     fresh.enter_interpreter(order.image, order.environment)
@@ -98,6 +102,30 @@ def _exec(module: str, order: MakeWorker | MakeStoreHost, fds: list[int]) -> NoR
     os.execve(image.executable, command, environment)  # noqa: S606 - our own command
 
 
+def _become(program: Program, order: MakeWorker, link: AgentLink) -> NoReturn:
+    """Replace this process by a program; how it ends is all that will be known of it."""
+    worker = order.worker
+    _bind_to_cpus(worker, order.image)
+    kernel.close_all_fds({0, 1, 2, link.fileno()})  # which the exec closes
+    for signum in (signal.SIGPIPE, getattr(signal, "SIGXFSZ", signal.SIGPIPE)):
+        if signum not in order.image.ignored_signals:
+            signal.signal(signum, signal.SIG_DFL)  # only Python ignores them
+    command = script.command_of(program, order.image, worker.local_rank)
+    link.send(Entered())
+    try:
+        os.execvpe(command[0], command, order.environment)  # noqa: S606 - the user's command
+    except OSError as error:
+        _tell(link, error, failure_of(error, worker, cause="startup", skip_frames=1))
+    os._exit(127)
+
+
+def _bind_to_cpus(worker: WorkerSpec, image: ProcessImage) -> None:
+    if worker.numa_binding is not None:
+        from phalanx.worker.numa import bind  # noqa: PLC0415 - only if it was asked for
+
+        bind(worker, image.environment)
+
+
 def _connect_standard_streams(out: int, err: int) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -118,6 +146,7 @@ def _run(
     install_context(context)
     after_import("torch.optim.optimizer", watch_optimizers)
     after_import("torch.distributed.distributed_c10d", register_shm_backend)
+    _bind_to_cpus(worker, image)
     call = _load(worker, image, payload, context, link)
     link.send(Entered())
     _finish(_call(worker, call, link))
@@ -134,12 +163,22 @@ def _load(
 
     fresh.make_main(image)
     try:
+        if worker.program is not None:
+            os.close(payload_fd)
+            return _script(worker, worker.program)
         with mmap.mmap(payload_fd, 0, access=mmap.ACCESS_READ) as data:
             os.close(payload_fd)
             return payload.load_call(data, context)
     except BaseException as error:  # noqa: BLE001 - imports of user modules: anything may come
-        _tell(link, _record(error, worker, "startup"))
+        _tell(link, error, _record(error, worker, "startup"))
         _finish(1)
+
+
+def _script(worker: WorkerSpec, program: Program) -> Call:
+    from phalanx.payload import Call  # noqa: PLC0415 - as above
+
+    run = script.loader_of(program, worker.local_rank)
+    return Call(function=lambda _rank, _world_size: run(), args=(), kwargs={})
 
 
 def _call(worker: WorkerSpec, call: Call, link: AgentLink) -> int:
@@ -147,20 +186,25 @@ def _call(worker: WorkerSpec, call: Call, link: AgentLink) -> int:
     try:
         value = call.function(worker.rank, worker.world_size, *call.args, **call.kwargs)
     except SystemExit as leaving:
-        if leaving.code in (None, 0):
+        code = script.exit_code_of(leaving)
+        if code == 0:
             return _return(worker, None, link)
-        _tell(link, _record(leaving, worker, "exit"))
-        if isinstance(leaving.code, int):
-            return leaving.code & 0xFF
-        print(leaving.code, file=sys.stderr)  # noqa: T201 - as the interpreter does
-        return 1
+        if not isinstance(leaving.code, int):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                print(leaving.code, file=sys.stderr)  # noqa: T201 - as the interpreter does
+        link.send(Raised(failure=_record(leaving, worker, "exit")))
+        return code
     except BaseException as error:  # noqa: BLE001 - it goes to the launcher
-        _tell(link, _record(error, worker, "exception"))
-        return 1
+        _tell(link, error, _record(error, worker, "exception"))
+        interrupted = isinstance(error, KeyboardInterrupt) and worker.program is not None
+        return _BY_INTERRUPT if interrupted else 1
     return _return(worker, value, link)
 
 
 def _return(worker: WorkerSpec, value: object, link: AgentLink) -> int:
+    if worker.program is not None:
+        link.send(Returned(data=b""))
+        return 0
     from phalanx import payload  # noqa: PLC0415 - loaded already
 
     fd = kernel.open_anonymous_file("phalanx-return")
@@ -169,7 +213,7 @@ def _return(worker: WorkerSpec, value: object, link: AgentLink) -> int:
             payload.dump_value(value, file)
         except PayloadError as error:
             failure = failure_of(error, worker, cause="exception")
-            _tell(link, msgspec.structs.replace(failure, retry=False))
+            _tell(link, error, msgspec.structs.replace(failure, retry=False))
             return 1
         file.flush()
         if file.tell() > INLINE_LIMIT:
@@ -181,14 +225,16 @@ def _return(worker: WorkerSpec, value: object, link: AgentLink) -> int:
 
 
 def _record(error: BaseException, worker: WorkerSpec, cause: Cause) -> Failure:
-    return failure_of(error, worker, cause=cause, skip_frames=_NUM_OWN_FRAMES - 1)
+    frames = script.num_own_frames(error)
+    return failure_of(error, worker, cause=cause, skip_frames=frames)
 
 
-def _tell(link: AgentLink, failure: Failure) -> None:
+def _tell(link: AgentLink, error: BaseException, failure: Failure) -> None:
     """Report a failure; its own log has it too, as any process' would."""
     text = failure.traceback if failure.kind == "primary" else f"{failure.headline()}\n"
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # it may have closed stderr
-        sys.stderr.write(text or failure.message)
+    with contextlib.suppress(Exception):  # it may have closed stderr, or its hook may fail
+        if not script.show(error):
+            sys.stderr.write(text or failure.message)
         sys.stderr.flush()
     link.send(Raised(failure=failure))
 
@@ -203,7 +249,11 @@ def _finish(code: int) -> NoReturn:
         threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001 - what Py_Finalize calls
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()  # noqa: SLF001 - multiprocessing ends so, too
+    with contextlib.suppress(BaseException):
+        script.clear_main()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(BaseException):
             stream.flush()
+    if code == _BY_INTERRUPT:
+        script.end_by_interrupt()
     os._exit(code)

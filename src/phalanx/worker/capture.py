@@ -61,7 +61,7 @@ def failure_of(
         traceback=_cut(_traceback(error, skip_frames), MAX_TRACEBACK),
         at=time.time(),
         retry=cause != "startup",
-        exception=_pickled(error),
+        exception=None if worker.program is not None else _pickled(error),
     )
 
 
@@ -82,8 +82,7 @@ def _text(error: BaseException) -> str:
 def _traceback(error: BaseException, skip_frames: int) -> str:
     shown: TracebackType | None = error.__traceback__
     for _ in range(skip_frames):
-        if shown is not None and shown.tb_next is not None:
-            shown = shown.tb_next
+        shown = None if shown is None else shown.tb_next
     try:
         return "".join(traceback.format_exception(type(error), error, shown))
     except BaseException:  # noqa: BLE001 - as above

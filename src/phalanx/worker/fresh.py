@@ -64,6 +64,7 @@ def enter_interpreter(image: ProcessImage, environment: dict[str, str]) -> None:
     _reset_multiprocessing()
     sys.path[:] = image.module_path
     sys.argv[:] = image.argv
+    sys.orig_argv[:] = [image.executable, *image.flags, *image.argv]
 
 
 def make_main(image: ProcessImage) -> types.ModuleType:
@@ -74,6 +75,9 @@ def make_main(image: ProcessImage) -> types.ModuleType:
         main.__file__ = image.main_file
     main.__loader__ = importlib.machinery.SourceFileLoader("__main__", image.main_file or "")
     sys.modules["__main__"] = main
+    # What multiprocessing calls the main module of a child that it spawned; classes come back
+    # under that name.
+    sys.modules["__mp_main__"] = main
     return main
 
 
@@ -120,3 +124,4 @@ def _count(text: str | None) -> int | None:
 def _reset_multiprocessing() -> None:
     """The authentication key is made at import and must not be the same in all workers."""
     mp_process.current_process().authkey = os.urandom(32)
+    mp_process.ORIGINAL_DIR = os.path.abspath(".")  # type: ignore[attr-defined]  # noqa: PTH100

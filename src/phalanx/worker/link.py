@@ -25,6 +25,10 @@ class AgentLink:
         self._lock = threading.Lock()
         os.register_at_fork(after_in_child=self._renew_lock)
 
+    def fileno(self) -> int:
+        """Return the socket's descriptor."""
+        return self._channel.sock.fileno()
+
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Send a message; blocks only while the agent is behind.
 

@@ -1,0 +1,159 @@
+"""``phalanx run``: launch, wait, and say how it ended."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from phalanx import events as ev
+from phalanx import kernel
+from phalanx.cli.plan import plan
+from phalanx.cli.usage import UsageError
+from phalanx.errors import PhalanxError, RunStoppedError, WorkerFailedError
+from phalanx.failures import Exited
+from phalanx.launcher.launch import key_of_launch, launch
+from phalanx.launcher.link import agent_link
+from phalanx.launcher.signals import STOPS, stop_signals
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from phalanx.cli.options import Options
+    from phalanx.failures import Failure
+    from phalanx.launcher.context import LauncherContext
+
+_OURS = (signal.SIGKILL, signal.SIGTERM)
+"""What ends a worker that has failed already and does not go."""
+
+
+class _Interrupted(BaseException):
+    """A signal came before anything was launched."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+class _Signals:
+    """What signals mean while no run lives: before it the end, after it nothing more."""
+
+    def __init__(self) -> None:
+        self._launched = False
+
+    def take(self, named: tuple[int, ...]) -> None:
+        """Take the usual stops and the signals that were named; what is ignored stays so."""
+        for signum in {*STOPS, *named}:
+            if signal.getsignal(signum) not in (signal.SIG_IGN, None):
+                signal.signal(signum, self._handle)
+
+    def launched(self) -> None:
+        self._launched = True
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        del frame
+        if not self._launched:
+            raise _Interrupted(signum)
+
+
+def run(options: Options) -> int:
+    """Run to the end; return the exit code. Blocks."""
+    _log_to_stderr()
+    signals = _Signals()
+    named = options.values.signals_to_handle
+    signals.take(named)
+    usual = {*STOPS, signal.SIGQUIT}
+    stop_signals.also_handle(
+        stops={signal.SIGQUIT} & set(named), passed=[n for n in named if n not in usual]
+    )
+    try:
+        context = _launch(options, signals)
+    except _Interrupted as interrupted:
+        return 128 + interrupted.signum
+    except PhalanxError as error:
+        raise UsageError(str(error)) from error
+    return _wait(context, as_json=options.values.json)
+
+
+def _launch(options: Options, signals: _Signals) -> LauncherContext[Any]:
+    spec, image = plan(options)
+    agent_link(key_of_launch(spec, image), image)  # torch is imported while we go on
+    nothing = kernel.open_anonymous_file("phalanx-payload")
+    signals.launched()  # from here on a signal is a stop of the run
+    return launch(spec, image, nothing, port_option="--master-port")
+
+
+def _wait(context: LauncherContext[Any], *, as_json: bool) -> int:
+    error: PhalanxError | None = None
+    try:
+        context.wait()
+    except PhalanxError as caught:
+        error = caught
+    code = _exit_code(context, error)
+    if error is not None and not isinstance(error, RunStoppedError):
+        print(f"phalanx: {error}", file=sys.stderr)  # noqa: T201
+    if as_json:
+        print(json.dumps(_report(context, error, code)), file=sys.stderr)  # noqa: T201
+    return code
+
+
+def _exit_code(context: LauncherContext[Any], error: PhalanxError | None) -> int:
+    if isinstance(error, WorkerFailedError):
+        return exit_code_of_failure(error.root_cause)
+    if context.state == "stopped":
+        return 128 + _stop_signal(context)
+    return 0 if error is None else 1
+
+
+def exit_code_of_failure(root: Failure) -> int:
+    """Return the exit code of a command whose run failed by this root cause."""
+    if root.exit is None:
+        return 1
+    if isinstance(root.exit, Exited):
+        return root.exit.code or 1
+    if root.cause in ("exception", "exit") and root.exit.signum in _OURS:
+        return 1  # it had failed before, and did not go by itself
+    return 128 + root.exit.signum
+
+
+def _stop_signal(context: LauncherContext[Any]) -> int:
+    """Return the signal that stopped the run: the first that came."""
+    for event in context.events():
+        if isinstance(event, ev.StopRequested | ev.KillRequested):
+            name = event.reason.partition(" ")[0]
+            if name.startswith("SIG") and hasattr(signal, name):
+                return int(getattr(signal, name))
+    return int(signal.SIGTERM)
+
+
+def _report(context: LauncherContext[Any], error: PhalanxError | None, code: int) -> dict[str, Any]:
+    failures = error.failures if isinstance(error, WorkerFailedError) else ()
+    return {
+        "run_id": context.run_id,
+        "state": context.state,
+        "exit_code": code,
+        "restart_count": context.restart_count,
+        "run_dir": context.spec.run_dir,
+        "message": None if error is None else str(error).partition("\n")[0],
+        "failures": [_as_json(failure) for failure in failures],
+    }
+
+
+def _as_json(failure: Failure) -> dict[str, Any]:
+    plain: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(failure, exception=None))
+    del plain["exception"]
+    return plain
+
+
+def _log_to_stderr() -> None:
+    """Print what the launcher has to say while the run goes on."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("phalanx: %(message)s"))
+    log = logging.getLogger("phalanx")
+    log.addHandler(handler)
+    log.propagate = False
+    logging.raiseExceptions = False  # a reader of ours that went away is no error
