@@ -6,7 +6,7 @@ import argparse
 import os
 import platform
 
-from benchmarks import collectives, logs, scale, starts, store, training
+from benchmarks import collectives, command, logs, scale, starts, store, training
 
 _SECTIONS = {
     "cold": lambda runs: starts.cold_start(max(3, runs // 2)),
@@ -17,6 +17,7 @@ _SECTIONS = {
     "collectives": lambda runs: collectives.all_reduce(max(3, runs // 2)),
     "workers": scale.many_workers,
     "idle": lambda runs: scale.idle_cost(),
+    "command": command.command,
     "store": store.store,
     "training": training.steps,
 }

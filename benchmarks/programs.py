@@ -6,12 +6,18 @@ STAMPS names; a line is one small append, so ranks don't tear each other's.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+import psutil
+
+_PATIENCE_S = 60
+"""How long a command may take; torchrun's groups sometimes never come back."""
 
 WORK = """
 import os, signal, sys, time
@@ -78,7 +84,9 @@ def clean_environment(**extra: str) -> dict[str, str]:
     return environment | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | extra
 
 
-def run(kind: str, what: str, world_size: int, runs: int = 1, **extra: str) -> list[list[str]]:
+def run(
+    kind: str, what: str, world_size: int, runs: int = 1, *, quiet: bool = False, **extra: str
+) -> list[list[str]]:
     """Run a program to its end; return its stamps, preceded by one of the command's start."""
     with tempfile.TemporaryDirectory() as folder:
         script, stamps = Path(folder, "program.py"), Path(folder, "stamps")
@@ -87,29 +95,48 @@ def run(kind: str, what: str, world_size: int, runs: int = 1, **extra: str) -> l
             command = [sys.executable, str(script), what, str(world_size), str(runs)]
         else:
             script.write_text(TORCHRUN)
+            module = ("phalanx", "run") if kind == "phalanx run" else ("torch.distributed.run",)
             command = [
-                sys.executable, "-m", "torch.distributed.run", "--standalone",
+                sys.executable, "-m", *module, "--standalone",
                 f"--nproc-per-node={world_size}", "--max-restarts=3", str(script), what,
             ]  # fmt: skip
         environment = clean_environment(
             STAMPS=str(stamps), XDG_STATE_HOME=str(Path(folder, "state")), **extra
         )
         started = time.time()
-        done = subprocess.run(
-            command,
-            env=environment,
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        done = _finish(command, environment, folder)
         ended = time.time()
         if done.returncode:
-            print(f"{kind} {what} failed:\n{done.stderr[-2000:]}", file=sys.stderr)
+            if not quiet:
+                print(f"{kind} {what} failed:\n{done.stderr[-2000:]}", file=sys.stderr)
             return []
         lines = [line.split() for line in stamps.read_text().splitlines()]
         return [["-1", "command", str(started)], *lines, ["-1", "exit", str(ended)]]
+
+
+def _finish(
+    command: list[str], environment: dict[str, str], folder: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; one that hangs is ended with all that it has started."""
+    with subprocess.Popen(
+        command,
+        env=environment,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            family = [psutil.Process(process.pid)]
+            family += family[0].children(recursive=True)
+            for member in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    member.kill()
+            out, err = process.communicate()
+            err += f"\nno end within {_PATIENCE_S} s"
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def times(stamps: list[list[str]], name: str) -> list[float]:
