@@ -209,6 +209,57 @@ def test_what_the_interpreter_does_at_its_end(run, python, write, how):
     assert said.stdout == "whole whole []\n"
 
 
+@METHODS
+def test_a_script_has_ended_when_its_threads_have(run, write, how):
+    name = write(
+        "import threading, time\n"
+        "threading.Thread(target=lambda: (time.sleep(1), print('thread'))).start()\n"
+    )
+    done = run(*how, "--grace", "0.1", name)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "thread\n", "")
+
+
+@METHODS
+@pytest.mark.parametrize("end", ["", "sys.exit()", "sys.exit(3)", "raise ValueError('child')"])
+def test_a_script_that_forks(run, write, how, end):
+    """What a forked child runs into is its own end, not the worker's."""
+    name = write(
+        "import os, sys\n"
+        "pid = os.fork()\n"
+        f"if pid == 0:\n    print('child', flush=True); {end}\n"
+        "else:\n    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)\n"
+    )
+    done = run(*how, name)
+    code = {"": 0, "sys.exit()": 0, "sys.exit(3)": 3}.get(end, 1)
+    assert (done.returncode, done.stdout) == (0, f"child\n{code}\n"), done
+    assert ("ValueError: child" in done.stderr) == (code == 1)
+
+
+@METHODS
+@pytest.mark.parametrize("binding", ["node", "socket", "exclusive", "core-complex"])
+def test_workers_are_bound_to_cpus_without_cuda(run, write, how, binding):
+    name = write("import os; print(sorted(os.sched_getaffinity(0)))")
+    done = run(*how, "--nproc-per-node=2", "--numa-binding", binding, name)
+    assert (done.returncode, done.stderr) == (0, "")
+    for line in done.stdout.splitlines():
+        cpus = set(json.loads(line.partition("] ")[2]))
+        assert cpus
+        assert cpus <= os.sched_getaffinity(0)
+
+
+def test_each_worker_sees_its_own_gpu_as_the_first(run, write):
+    name = write(
+        "import os, phalanx\n"
+        "print(os.environ['LOCAL_RANK'], os.environ['CUDA_VISIBLE_DEVICES'],"
+        " phalanx.get_context().get_local_rank())"
+    )
+    done = run(
+        *LIGHT, "--nproc-per-node=2", "--virtual-local-rank", name,
+        env={"CUDA_VISIBLE_DEVICES": "5,GPU-7"},
+    )  # fmt: skip
+    assert sorted_lines(done.stdout) == ["[rank 0] 0 5 0", "[rank 1] 0 GPU-7 1"]
+
+
 def test_a_script_has_the_context_and_torchruns_environment(run, write):
     done = run(
         *LIGHT, "--nproc-per-node", "2", "--role", "trainer", "--rdzv-id", "job7",
@@ -293,10 +344,10 @@ def test_exit_codes_are_those_of_python(run, python, write, source, code, how):
     assert expected.returncode in (code, 128 - code)
     done = run(*how, name)
     assert done.returncode == code, done
-    assert bool(done.stderr) == bool(code)
-    for line in expected.stderr.splitlines():
-        assert line.strip() in done.stderr, f"{line!r} is not in\n{done.stderr}"
-    assert "/phalanx/worker/" not in done.stderr, "our own frames tell nobody anything"
+    said, _, report = done.stderr.partition("phalanx: Rank 0 failed")
+    assert said == expected.stderr
+    assert bool(report) == bool(code)
+    assert "/phalanx/worker/" not in report, "our own frames tell nobody anything"
 
 
 def test_the_root_cause_gives_the_exit_code(run, write):
@@ -411,9 +462,10 @@ def test_a_signal_at_any_moment_of_a_start(start, write, delay_s, signum):
     time.sleep(delay_s)
     os.kill(started.pid, signum)
     done = started.finish(20)
-    # Before the command's first line Python itself decides.
-    assert done.returncode in (128 + signum, -signum), done
-    if "/phalanx/cli/run.py" in done.stderr:
+    if "KeyboardInterrupt" in done.stderr:  # Python itself was not yet ready
+        assert "/phalanx/cli/run.py" not in done.stderr
+    else:
+        assert done.returncode in (128 + signum, -signum), done
         assert "Traceback" not in done.stderr
 
 
@@ -642,23 +694,39 @@ def main():
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= 1e-3 * parameter.grad
-    print(dist.get_rank(), dist.get_world_size(), os.environ["LOCAL_RANK"], f"{loss.item():.6f}",
-          torch.get_num_threads(), dist.is_torchelastic_launched(), flush=True)
-    dist.barrier()
-    os._exit(0)  # destroying a Gloo group that DDP has used crashes now and then, under torchrun
+    said = (dist.get_rank(), dist.get_world_size(), os.environ["LOCAL_RANK"],
+            f"{loss.item():.6f}", torch.get_num_threads(), dist.is_torchelastic_launched())
+    os.write(1, f"{said}\\n".encode())  # at once: torchrun's prints tear each other apart
+    dist.destroy_process_group()
 
 if __name__ == "__main__":
     main()
 """
 
 
-@pytest.mark.parametrize("how", [(), ("--start-method", "spawn")], ids=["fork", "spawn"])
-def test_a_ddp_script_says_the_same_as_under_torchrun(run, python, write, how):
+def test_a_ddp_script_says_the_same_as_under_torchrun(run, python, write):
     name = write(DDP)
-    theirs = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", name)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    for _ in range(5):  # its workers abort now and then at their exit, after Gloo
+        theirs = python(*torchrun, name)
+        if theirs.returncode == 0:
+            break
     assert theirs.returncode == 0, theirs.stderr
-    ours = run(*how, "--standalone", "--nproc-per-node", "2", name)
+    ours = run("--standalone", "--nproc-per-node", "2", name)
     assert (ours.returncode, ours.stderr) == (0, "")
     said = [line.partition("] ")[2] for line in ours.stdout.splitlines()]
     assert sorted(said) == sorted_lines(theirs.stdout)
     assert len(said) == 2
+
+
+def test_real_interpreters_meet_in_one_group(run, write):
+    name = write(
+        "import os, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "total = torch.tensor([dist.get_rank() + 1.0]); dist.all_reduce(total)\n"
+        "os.write(1, f'{total.item()}\\n'.encode())\n"
+        "os._exit(0)  # torch may abort at a real interpreter's end\n"
+    )
+    done = run("--start-method=spawn", "--nproc-per-node", "2", name)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted_lines(done.stdout) == ["[rank 0] 3.0", "[rank 1] 3.0"]

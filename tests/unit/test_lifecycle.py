@@ -288,6 +288,31 @@ def test_leaving_with_code_0_counts_as_success_and_is_said():
     assert "before its function returned" in announced(run, ev.Warned)[0].message
 
 
+def test_a_program_returns_by_exit_code_0():
+    run = run_of(2, runs_program=True)
+    run.feed(ev.WorkerExited(rank=0, exit=Exited(0)))
+    assert run.state.phase == "running"
+    run.feed(ev.WorkerExited(rank=1, exit=Exited(0)))
+    assert run.state.phase == "succeeded"
+    assert not announced(run, ev.Warned)
+
+
+def test_a_program_that_ends_by_code_0_while_it_is_stopped_has_succeeded():
+    run = run_of(2, runs_program=True, stubborn=frozenset({0, 1}))
+    run.feed(ev.StopRequested(grace_s=30.0, reason="SIGTERM"))
+    run.feed(ev.WorkerExited(rank=0, exit=Exited(0)))
+    run.feed(ev.WorkerExited(rank=1, exit=Signaled(15, "SIGTERM")))
+    assert run.state.phase == "stopped"
+    assert [worker.phase for worker in run.state.workers] == ["succeeded", "stopped"]
+    assert [failure.rank for failure in run.state.failures] == [1]
+
+
+def test_a_program_that_leaves_by_another_code_is_started_again():
+    run = run_of(1, runs_program=True, max_restarts=1)
+    run.feed(ev.WorkerExited(rank=0, exit=Exited(3)))
+    assert (run.state.phase, run.state.generation) == ("running", 1)
+
+
 def test_restart_worker_replaces_only_the_fallen_one():
     run = run_of(3, max_restarts=2, restart="worker")
     run.die(1, signal.SIGKILL)

@@ -23,8 +23,9 @@ from phalanx import kernel, lifecycle
 from phalanx.agent.generation import Generation, RunResources
 from phalanx.agent.output import RunOutput
 from phalanx.agent.recorder import Recorder
+from phalanx.agent.records import record_of_error_file, record_of_no_start
 from phalanx.agent.tensors import RunTensors
-from phalanx.agent.worker import WorkerProcess, read_error_file
+from phalanx.agent.worker import WorkerProcess
 from phalanx.failures import Exited, Failure, by_cause
 from phalanx.messages import (
     DebuggerInput,
@@ -41,7 +42,6 @@ from phalanx.messages import (
 )
 from phalanx.page import ControlPage, prepare
 from phalanx.paths import RunPaths
-from phalanx.spec import error_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -251,17 +251,9 @@ class Run:
     def on_worker_not_made(self, worker: WorkerProcess, failure: NotMade) -> None:
         """See `WorkerOwner`."""
         self.output.end(worker.rank)
-        record = Failure(
-            rank=worker.rank,
-            node_rank=worker.spec.node_rank,
-            generation=worker.spec.generation,
-            cause="startup",
-            message=failure.message,
-            traceback=failure.traceback,
-            at=time.time(),
-            retry=False,
+        self.feed(
+            ev.StartFailed(rank=worker.rank, failure=record_of_no_start(worker.spec, failure))
         )
-        self.feed(ev.StartFailed(rank=worker.rank, failure=record))
 
     def on_worker_message(
         self, worker: WorkerProcess, message: WorkerMessage, fds: list[int]
@@ -291,32 +283,20 @@ class Run:
         self.output.drain(worker.rank)
         if exit_ != Exited(0) and not worker.has_failed:
             self._read_error_file(worker)
-        exited = ev.WorkerExited(
-            rank=worker.rank,
-            exit=exit_,
-            log_tail=self.output.tail(worker.rank) if exit_ != Exited(0) else "",
-            native_stack=worker.native_stack(),
+        log_tail = self.output.tail(worker.rank) if exit_ != Exited(0) else ""
+        self.output.end(worker.rank)  # before the news: the rank may be started again at once
+        native_stack = worker.native_stack()
+        self.feed(
+            ev.WorkerExited(
+                rank=worker.rank, exit=exit_, log_tail=log_tail, native_stack=native_stack
+            )
         )
-        self.output.end(worker.rank)  # before the rank is started again, with pipes of its own
-        self.feed(exited)
 
     def _read_error_file(self, worker: WorkerProcess) -> None:
         """Code under torchelastic's ``@record`` has said there what went wrong."""
-        found = read_error_file(error_file(self.spec, worker.spec))
-        if found is None:
-            return
-        message, callstack = found
-        failure = Failure(
-            rank=worker.rank,
-            node_rank=worker.spec.node_rank,
-            pid=worker.pid,
-            generation=worker.spec.generation,
-            cause="exception",
-            message=message,
-            traceback=callstack,
-            at=time.time(),
-        )
-        self.feed(ev.WorkerRaised(rank=worker.rank, failure=failure))
+        failure = record_of_error_file(self.spec, worker.spec, worker.pid)
+        if failure is not None:
+            self.feed(ev.WorkerRaised(rank=worker.rank, failure=failure))
 
     def _report(self, event: ev.WorkerReported) -> None:
         if self._launcher.pending > _MAX_BACKLOG:

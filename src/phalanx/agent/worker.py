@@ -9,8 +9,6 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-import msgspec
-
 from phalanx import kernel
 from phalanx.agent.connection import Connection
 from phalanx.messages import InputLine, MakeWorker, WorkerMessage
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
     from phalanx.spec import ProcessImage, WorkerSpec
 
 _MAX_NATIVE_STACK = 64 * 1024
-_MAX_ERROR_FILE = 4 * 1024 * 1024
 
 
 class WorkerOwner(Protocol):
@@ -187,25 +184,6 @@ class WorkerProcess:
             if fd is not None:
                 os.close(fd)
         self._pidfd = self._native_fd = None
-
-
-def read_error_file(path: str) -> tuple[str, str | None] | None:
-    """Return message and traceback from torchelastic's error file, if there is a sound one.
-
-    Source:
-        The format is that of torch.distributed.elastic.multiprocessing.errors (torch 2.13):
-        ``{"message": {"message": …, "extraInfo": {"py_callstack": …}}}`` or
-        ``{"message": "…"}``. A torn file is no file.
-    """
-    try:
-        with contextlib.closing(open(path, "rb")) as file:  # noqa: PTH123 - bounded read
-            content = msgspec.json.decode(file.read(_MAX_ERROR_FILE))
-        message = content["message"]
-        if isinstance(message, dict):
-            return str(message["message"]), message.get("extraInfo", {}).get("py_callstack")
-        return str(message), None
-    except (OSError, msgspec.MsgspecError, KeyError, TypeError, AttributeError):
-        return None
 
 
 def forget_error_file(path: str) -> None:

@@ -14,10 +14,10 @@ usage: phalanx <command> …
 Starts, watches and heals the workers of distributed PyTorch programs.
 
 commands:
-  run         start a script, a module or a program in N workers, as torchrun does
+  run         start a script, module or program in N workers, as torchrun does
 
 options:
-  -h, --help  show this help; `phalanx run --help` shows that of a command
+  -h, --help  show this help; `phalanx run --help`: that of a command
   --version   show the version
 
 example:
@@ -28,6 +28,8 @@ _COMMANDS = ("run",)
 
 def script_entry() -> None:
     """Run as the installed command `phalanx`."""
+    if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
+        del sys.path[0]  # the folder of this command is no place for the script's modules
     sys.exit(main(sys.argv[1:]))
 
 
@@ -45,6 +47,8 @@ def main(argv: list[str]) -> int:
     except UsageError as error:
         print(f"{error.command}: {error}", file=sys.stderr)  # noqa: T201
         return error.exit_code
+    except KeyboardInterrupt:  # while we were still importing
+        return 130
     except BrokenPipeError:  # nobody reads our help any more
         sys.stdout = None
         return 0

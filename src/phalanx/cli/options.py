@@ -39,7 +39,7 @@ ended it); 130 after Ctrl-C; 143 after a SIGTERM that stopped the run.
 
 examples:
   phalanx run --nproc-per-node 4 train.py --epochs 10
-  phalanx run --nproc-per-node gpu --max-restarts 3 --log-dir logs -m my.training
+  phalanx run --nproc-per-node gpu --max-restarts 3 -m my.training --epochs 10
 """
 
 
@@ -97,7 +97,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     """Shows one spelling of each option, in 80 columns."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, width=_WIDTH, max_help_position=26)
+        super().__init__(prog, width=_WIDTH, max_help_position=31)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         names = [name for name in action.option_strings if "_" not in name]
@@ -215,14 +215,14 @@ def _add_program(parser: _Parser) -> None:
     flag = {"action": "store_true"}
     add("-m", "--module", **flag, help="a module, as by `python -m`")
     add("--no-python", **flag, help="any program, which need not be Python")
-    add("--run-path", **flag, help="a script, without torchrun's own interpreter (the usual way)")
+    add("--run-path", **flag, help="a script: the usual way here")
     add(
         "--start-method", choices=["forkserver", "fork", "spawn"], default="forkserver",
         metavar="HOW", help="forkserver: fork from a process that has imported torch; "
         "spawn: a `python script.py` per worker",
     )  # fmt: skip
     add(
-        "--preload", metavar="MODULES", action="append", type=formats.names,
+        "--preload", metavar="NAMES", action="append", type=formats.names,
         help="modules to import once for all workers, as torch,numpy (default: torch; '' none)",
     )  # fmt: skip
 
@@ -234,7 +234,7 @@ def _add_number(parser: _Parser) -> None:
         help="a number, gpu (one per GPU), cpu (one per CPU), or auto: gpu, else cpu; default: 1",
     )  # fmt: skip
     add("--nnodes", metavar="N", default="1:1", help="number of machines: 1 so far")
-    add("--standalone", action="store_true", help="one machine, any free port (the usual way)")
+    add("--standalone", action="store_true", help="one machine, any free port: the usual way here")
 
 
 def _add_failures(parser: _Parser) -> None:
@@ -305,17 +305,17 @@ def _add_meeting(parser: _Parser) -> None:
     add = _group(parser, "where workers meet")
     add("--master-addr", metavar="ADDR", default="127.0.0.1", help="an address of this machine")
     add("--master-port", metavar="PORT", type=formats.port, help="default: any free port")
+    add("--rdzv-endpoint", metavar="HOST:PORT", default="", help="another way to say both")
     add("--local-addr", metavar="ADDR", help="the same as --master-addr, on one machine")
-    add("--node-rank", metavar="N", type=formats.count, default=0, help="0, on one machine")
-    add("--rdzv-endpoint", metavar="HOST:PORT", default="", help="instead of the two above")
-    add("--rdzv-backend", metavar="NAME", default="static", help="static or c10d")
+    add("--rdzv-backend", metavar="NAME", default="static", help="static or c10d: the same here")
     add("--rdzv-id", metavar="ID", default="none", help="value of TORCHELASTIC_RUN_ID")
 
 
 def _add_accepted(parser: _Parser) -> None:
     add = _group(parser, "accepted, and without effect here")
+    add("--node-rank", metavar="N", type=formats.count, default=0, help="0, on one machine")
     add("--rdzv-conf", metavar="CONF", type=formats.pairs, default="", help="of the rendezvous")
     add("--monitor-interval", metavar="S", type=formats.seconds, help="nothing is polled")
     add("--event-log-handler", metavar="NAME", default="null", help="see events.jsonl")
     add("--logs-specs", metavar="NAME", help=argparse.SUPPRESS)
-    add("-h", "--help", action="store_true", help="show this help")
+    parser.add_argument("-h", "--help", action="store_true", help=argparse.SUPPRESS)

@@ -199,7 +199,7 @@ def _image(program: Program) -> ProcessImage:
     """
     image = process_image({})
     safe = getattr(sys.flags, "safe_path", False) or sys.flags.isolated
-    base = image.module_path if safe else image.module_path[1:]
+    base = image.module_path
     own: tuple[str, ...] = ()
     if program.kind == "module":
         own = () if safe else (image.directory,)
@@ -217,7 +217,7 @@ def _image(program: Program) -> ProcessImage:
         module_path=(*own, *base),
         preload_path=(*base, *own),
         argv=(*dash_m, program.target, *program.arguments),
-        main_file=str(Path(program.target).absolute()) if is_script else None,
+        main_file=f"{image.directory}/{program.target}" if is_script else None,
     )
 
 

@@ -16,6 +16,7 @@ from phalanx.cli.plan import plan
 from phalanx.cli.usage import UsageError
 from phalanx.errors import PhalanxError, RunStoppedError, WorkerFailedError
 from phalanx.failures import Exited
+from phalanx.launcher import exit as launcher_exit
 from phalanx.launcher.launch import key_of_launch, launch
 from phalanx.launcher.link import agent_link
 from phalanx.launcher.signals import STOPS, stop_signals
@@ -32,7 +33,7 @@ _OURS = (signal.SIGKILL, signal.SIGTERM)
 
 
 class _Interrupted(BaseException):
-    """A signal came before anything was launched."""
+    """A signal came before anything was launched, or once too often while something is stuck."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
@@ -40,7 +41,7 @@ class _Interrupted(BaseException):
 
 
 class _Signals:
-    """What signals mean while no run lives: before it the end, after it nothing more."""
+    """What signals mean while no run has them: before it the end, after it nothing more."""
 
     def __init__(self) -> None:
         self._launched = False
@@ -56,7 +57,7 @@ class _Signals:
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         del frame
-        if not self._launched:
+        if not self._launched or not stop_signals.idle:
             raise _Interrupted(signum)
 
 
@@ -76,15 +77,21 @@ def run(options: Options) -> int:
         return 128 + interrupted.signum
     except PhalanxError as error:
         raise UsageError(str(error)) from error
-    return _wait(context, as_json=options.values.json)
+    try:
+        return _wait(context, as_json=options.values.json)
+    except _Interrupted as interrupted:
+        launcher_exit.forget(context)  # the agent ends the workers when this process ends
+        return 128 + interrupted.signum
 
 
 def _launch(options: Options, signals: _Signals) -> LauncherContext[Any]:
     spec, image = plan(options)
     agent_link(key_of_launch(spec, image), image)  # torch is imported while we go on
     nothing = kernel.open_anonymous_file("phalanx-payload")
-    signals.launched()  # from here on a signal is a stop of the run
-    return launch(spec, image, nothing, port_option="--master-port")
+    # From the moment at which the run is there, its own handlers have the signals.
+    context = launch(spec, image, nothing, port_option="--master-port")
+    signals.launched()
+    return context
 
 
 def _wait(context: LauncherContext[Any], *, as_json: bool) -> int:

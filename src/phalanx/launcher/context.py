@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import queue
 import threading
@@ -14,10 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from phalanx import events as ev
 from phalanx.context import RunResult, SubprocessContext
-from phalanx.errors import AgentLostError, RunStoppedError, WorkerFailedError
+from phalanx.errors import AgentLostError, RunStoppedError
 from phalanx.kernel import visible_gpus
 from phalanx.launcher import exit as launcher_exit
-from phalanx.launcher.report import failure_page, log_event
+from phalanx.launcher.outcome import failure_of, load_return
+from phalanx.launcher.report import log_event
 from phalanx.launcher.signals import stop_signals
 from phalanx.launcher.tensors import StoreAccess
 from phalanx.messages import (
@@ -376,7 +376,7 @@ class LauncherContext(SubprocessContext[R]):
                 f"what happened until then is in {self.spec.run_dir}/events.jsonl"
             )
         if finished.state == "failed":
-            raise self._failure(finished)
+            raise failure_of(self.spec, finished)
         whole = len(self._results) == self.spec.world_size
         if finished.state == "stopped" and not whole:
             missing = [r for r in range(self.spec.world_size) if r not in self._results]
@@ -385,45 +385,15 @@ class LauncherContext(SubprocessContext[R]):
                 "returned"
             )
         if self._returns is None:
-            self._returns = tuple(self._load(rank) for rank in range(self.spec.world_size))
+            self._returns = tuple(
+                load_return(self._results.pop(rank, None)) for rank in range(self.spec.world_size)
+            )
         return RunResult(
             run_id=self.run_id,
             returns=cast("tuple[R, ...]", self._returns),
             restart_count=finished.restart_count,
             duration_s=finished.duration_s,
         )
-
-    def _load(self, rank: int) -> object:
-        """Unpickle what a rank returned.
-
-        A program returns nothing, and a rank that left by `os._exit(0)` returned None.
-        """
-        value = self._results.pop(rank, None)
-        if not value and not isinstance(value, int):
-            return None
-        from phalanx import payload  # noqa: PLC0415 - loaded by the launch
-
-        if isinstance(value, bytes):
-            return payload.load_value(value)
-        with mmap.mmap(value, 0, access=mmap.ACCESS_READ) as data:
-            os.close(value)
-            return payload.load_value(data)
-
-    def _failure(self, finished: RunFinished) -> WorkerFailedError:
-        exceptions: dict[int, BaseException] = {}
-        for failure in finished.failures:
-            if failure.exception is None:
-                continue
-            from phalanx import payload  # noqa: PLC0415 - loaded by the launch
-
-            try:
-                exception = payload.load_value(failure.exception)
-            except Exception:  # noqa: BLE001, S112 - a class may not exist here: the text will do
-                continue
-            if isinstance(exception, BaseException):
-                exceptions[failure.rank] = exception
-        page = failure_page(self.spec, finished.failures, finished.restart_count)
-        return WorkerFailedError(page, finished.failures, exceptions)
 
 
 def _read_line(prompt: str) -> str:

@@ -7,7 +7,7 @@ a person who has just lost a training run.
 from __future__ import annotations
 
 import logging
-import os
+import re
 from typing import TYPE_CHECKING
 
 from phalanx import events as ev
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger("phalanx")
 _TAIL_LINES = 20
 _SHOWN_EFFECTS = 16
+_OWN_FRAME = re.compile(
+    r'  File "(.*/phalanx/(worker/(bootstrap|script)|forkserver/__main__)\.py|<string>)", line .*'
+)
+"""Frames below the user's in a native stack: they tell nobody anything."""
 
 
 def log_event(event: ev.Event, spec: LaunchSpec) -> None:
@@ -49,13 +53,13 @@ def failure_page(spec: LaunchSpec, failures: tuple[Failure, ...], restart_count:
     """
     root, *others = failures
     lines = [f"{_who(root)} failed: {root.headline()}", "", f"  where     {_where(root, spec)}"]
-    lines.append(f"  how       {_how(root)}")
+    lines.append(f"  how       {_how(root, spec)}")
     if restart_count or spec.max_restarts:
         lines.append(f"  restarts  {restart_count} of {spec.max_restarts} were used")
     lines.append(f"  run       {spec.run_dir}")
     lines += _section("message", root.message if "\n" in root.message else "")
     lines += _section("traceback", root.traceback or "")
-    lines += _section("native stack", _without_own_frames(root.native_stack or ""))
+    lines += _section("native stack", _native_stack(root))
     lines += _section("last lines of its log", _tail(root))
     if others:
         lines += ["", "Because of that:"]
@@ -78,11 +82,15 @@ def _where(failure: Failure, spec: LaunchSpec) -> str:
     return ", ".join(parts)
 
 
-def _how(failure: Failure) -> str:
-    whose = "the function" if failure.rank >= 0 else "Phalanx"
+def _how(failure: Failure, spec: LaunchSpec) -> str:
+    what = "the function"
+    if spec.program is not None:
+        what = "the program" if spec.program.kind == "executable" else f"the {spec.program.kind}"
+    whose = what if failure.rank >= 0 else "Phalanx"
+    left = "the process left" if spec.program else f"the process left before {what} returned"
     causes = {
         "exception": f"{whose} raised an exception",
-        "exit": "the process left before the function returned",
+        "exit": left,
         "signal": "a signal from outside its code, or a crash in native code",
         "startup": "it never reached the user's code",
     }
@@ -95,6 +103,11 @@ def _section(title: str, text: str) -> list[str]:
     if not text:
         return []
     return ["", f"{title}:", *(f"  {line}" for line in text.splitlines())]
+
+
+def _native_stack(failure: Failure) -> str:
+    lines = (failure.native_stack or "").splitlines()
+    return "\n".join(line for line in lines if not _OWN_FRAME.fullmatch(line))
 
 
 def _tail(failure: Failure) -> str:
@@ -116,9 +129,3 @@ def _effect(failure: Failure) -> str:
     if failure.kind == "effect":
         what = f"lost its peers ({what})"
     return f"{who}: {what}"
-
-
-def _without_own_frames(stack: str) -> str:
-    """Leave out what is below the user's code in a stack that faulthandler wrote."""
-    own = tuple(f"{os.sep}phalanx{os.sep}{room}{os.sep}" for room in ("worker", "forkserver"))
-    return "\n".join(line for line in stack.splitlines() if not any(part in line for part in own))

@@ -58,6 +58,11 @@ class StopSignals:
         self._stops = (*STOPS, *stops)
         self._passed = tuple(passed)
 
+    @property
+    def idle(self) -> bool:
+        """Whether no run lives."""
+        return not self._live
+
     def run_began(self, run: Stoppable) -> None:
         """Take the signals, if this is the main thread and nobody has yet."""
         self._live.append(run)

@@ -35,6 +35,8 @@ from phalanx.worker.imports import after_import
 from phalanx.worker.link import AgentLink
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from phalanx.failures import Cause, Failure
     from phalanx.payload import Call
     from phalanx.spec import ProcessImage, Program, WorkerSpec
@@ -111,7 +113,7 @@ def _become(program: Program, order: MakeWorker, link: AgentLink) -> NoReturn:
         if signum not in order.image.ignored_signals:
             signal.signal(signum, signal.SIG_DFL)  # only Python ignores them
     command = script.command_of(program, order.image, worker.local_rank)
-    link.send(Entered())
+    link.report(Entered())
     try:
         os.execvpe(command[0], command, order.environment)  # noqa: S606 - the user's command
     except OSError as error:
@@ -148,8 +150,11 @@ def _run(
     after_import("torch.distributed.distributed_c10d", register_shm_backend)
     _bind_to_cpus(worker, image)
     call = _load(worker, image, payload, context, link)
-    link.send(Entered())
-    _finish(_call(worker, call, link))
+    link.report(Entered())
+    code = _call(worker, call, link)
+    if worker.program is not None and code == 0:
+        _finish(code, lambda: link.report(Returned(data=b"")))
+    _finish(code)
 
 
 def _load(
@@ -192,7 +197,7 @@ def _call(worker: WorkerSpec, call: Call, link: AgentLink) -> int:
         if not isinstance(leaving.code, int):
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 print(leaving.code, file=sys.stderr)  # noqa: T201 - as the interpreter does
-        link.send(Raised(failure=_record(leaving, worker, "exit")))
+        link.report(Raised(failure=_record(leaving, worker, "exit")))
         return code
     except BaseException as error:  # noqa: BLE001 - it goes to the launcher
         _tell(link, error, _record(error, worker, "exception"))
@@ -203,8 +208,7 @@ def _call(worker: WorkerSpec, call: Call, link: AgentLink) -> int:
 
 def _return(worker: WorkerSpec, value: object, link: AgentLink) -> int:
     if worker.program is not None:
-        link.send(Returned(data=b""))
-        return 0
+        return 0  # a script has ended when its threads have: see _finish
     from phalanx import payload  # noqa: PLC0415 - loaded already
 
     fd = kernel.open_anonymous_file("phalanx-return")
@@ -217,10 +221,10 @@ def _return(worker: WorkerSpec, value: object, link: AgentLink) -> int:
             return 1
         file.flush()
         if file.tell() > INLINE_LIMIT:
-            link.send(Returned(data=None), [file.fileno()])
+            link.report(Returned(data=None), [file.fileno()])
         else:
             file.seek(0)
-            link.send(Returned(data=file.read()))
+            link.report(Returned(data=file.read()))
     return 0
 
 
@@ -236,19 +240,25 @@ def _tell(link: AgentLink, error: BaseException, failure: Failure) -> None:
         if not script.show(error):
             sys.stderr.write(text or failure.message)
         sys.stderr.flush()
-    link.send(Raised(failure=failure))
+    link.report(Raised(failure=failure))
 
 
-def _finish(code: int) -> NoReturn:
+def _finish(code: int, last_word: Callable[[], None] | None = None) -> NoReturn:
     """End as the interpreter would, short of taking modules apart.
 
     Threads that are no daemons are waited for, exit handlers run, streams are flushed. What
     finalisation does beyond that is where torch programs crash after their work is done.
+
+    Args:
+        code: The exit code.
+        last_word: Called when user code has nothing more to do.
     """
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001 - what Py_Finalize calls
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()  # noqa: SLF001 - multiprocessing ends so, too
+    if last_word is not None:
+        last_word()
     with contextlib.suppress(BaseException):
         script.clear_main()
     for stream in (sys.stdout, sys.stderr):

@@ -13,7 +13,7 @@ from phalanx.wire import Channel
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from phalanx.messages import Message
+    from phalanx.messages import Entered, Message, Raised, Returned
 
 
 class AgentLink:
@@ -23,6 +23,7 @@ class AgentLink:
         """Take over the worker's end of its socket."""
         self._channel: Channel[InputLine] = Channel(socket.socket(fileno=fd), InputLine)
         self._lock = threading.Lock()
+        self._owner_pid = os.getpid()
         os.register_at_fork(after_in_child=self._renew_lock)
 
     def fileno(self) -> int:
@@ -39,6 +40,11 @@ class AgentLink:
                 self._channel.send(message, fds)
             except OSError:
                 return
+
+    def report(self, message: Entered | Returned | Raised, fds: Sequence[int] = ()) -> None:
+        """Tell how far the worker itself got; a child that it forked has nothing to say there."""
+        if os.getpid() == self._owner_pid:
+            self.send(message, fds)
 
     def ask(self, prompt: str) -> str:
         """Return a line from the launcher's standard input; empty at its end. Blocks."""

@@ -50,8 +50,9 @@ def loader_of(program: Program, local_rank: int) -> Callable[[], None]:
     path = program.target
     if _is_importable(path):
         return lambda: _run_container(path, arguments)
-    code = _read(_absolute(path))
-    return lambda: _run_code(code, _facts_of_script(path), [path, *arguments])
+    path = _absolute(path)
+    code = _read(path)
+    return lambda: _run_code(code, _facts_of_script(path), [program.target, *arguments])
 
 
 def command_of(program: Program, image: ProcessImage, local_rank: int) -> list[str]:
@@ -118,7 +119,6 @@ def _run_code(code: CodeType, facts: dict[str, Any], argv: list[str]) -> None:
 
 
 def _facts_of_script(path: str) -> dict[str, Any]:
-    path = _absolute(path)
     kind = (
         importlib.machinery.SourcelessFileLoader
         if path.endswith(".pyc")
@@ -133,11 +133,6 @@ def _facts_of_script(path: str) -> dict[str, Any]:
     }
 
 
-def _absolute(path: str) -> str:
-    """Make a path absolute as the interpreter does: dots and links stay."""
-    return path if os.path.isabs(path) else f"{os.getcwd()}{os.sep}{path}"  # noqa: PTH109, PTH117
-
-
 def _facts_of_spec(spec: Any) -> dict[str, Any]:  # noqa: ANN401 - an importlib spec
     return {
         "__file__": spec.origin,
@@ -146,6 +141,11 @@ def _facts_of_spec(spec: Any) -> dict[str, Any]:  # noqa: ANN401 - an importlib 
         "__package__": spec.parent,
         "__spec__": spec,
     }
+
+
+def _absolute(path: str) -> str:
+    """Return a path as the interpreter makes it absolute: links and dots stay."""
+    return os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH118
 
 
 def _is_importable(path: str) -> bool:

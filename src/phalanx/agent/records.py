@@ -1,0 +1,69 @@
+"""Failure records that the agent makes itself, of workers that could not speak."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from phalanx.failures import Failure
+from phalanx.spec import error_file
+
+if TYPE_CHECKING:
+    from phalanx.agent.forkservers import NotMade
+    from phalanx.spec import LaunchSpec, WorkerSpec
+
+_MAX_ERROR_FILE = 4 * 1024 * 1024
+
+
+def record_of_no_start(worker: WorkerSpec, why: NotMade) -> Failure:
+    """Make the record of a process that could not be made."""
+    return Failure(
+        rank=worker.rank,
+        node_rank=worker.node_rank,
+        generation=worker.generation,
+        cause="startup",
+        message=why.message,
+        traceback=why.traceback,
+        at=time.time(),
+        retry=False,
+    )
+
+
+def record_of_error_file(spec: LaunchSpec, worker: WorkerSpec, pid: int | None) -> Failure | None:
+    """Make the record of what torchelastic's ``@record`` left in its file, if there is one."""
+    found = _read_error_file(error_file(spec, worker))
+    if found is None:
+        return None
+    message, callstack = found
+    return Failure(
+        rank=worker.rank,
+        node_rank=worker.node_rank,
+        pid=pid,
+        generation=worker.generation,
+        cause="exception",
+        message=message,
+        traceback=callstack,
+        at=time.time(),
+    )
+
+
+def _read_error_file(path: str) -> tuple[str, str | None] | None:
+    """Return message and traceback from torchelastic's error file, if there is a sound one.
+
+    Source:
+        The format is that of torch.distributed.elastic.multiprocessing.errors (torch 2.13):
+        ``{"message": {"message": …, "extraInfo": {"py_callstack": …}}}`` or
+        ``{"message": "…"}``. A torn file is no file.
+    """
+    try:
+        with contextlib.closing(open(path, "rb")) as file:  # noqa: PTH123 - bounded read
+            content = msgspec.json.decode(file.read(_MAX_ERROR_FILE))
+        message = content["message"]
+        if isinstance(message, dict):
+            return str(message["message"]), message.get("extraInfo", {}).get("py_callstack")
+        return str(message), None
+    except (OSError, msgspec.MsgspecError, KeyError, TypeError, AttributeError):
+        return None
