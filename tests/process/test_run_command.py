@@ -383,7 +383,9 @@ def test_the_report_as_json(run, write):
     [
         (("nothing.py",), 2, "there is no script"),
         (("empty_folder",), 1, "without a __main__.py"),
-        (("-m", "nothing_like_that"), 1, "No module named nothing_like_that"),
+        (("-m", "nothing_like_that"), 1, "Rank 0 failed: No module named nothing_like_that"),
+        (("--max-restarts=3", "-m", "nothing_like_that"), 1, "0 of 3 were used"),
+        (("--no-python", "./no_interpreter"), 126, "is its first line `#!`"),
         (("-m", "empty_package"), 1, "cannot be directly executed"),
         (("--no-python", "nothing-like-that"), 127, "there is no program"),
         (("--no-python", "not_executable"), 126, "./not_executable"),
@@ -411,6 +413,8 @@ def test_what_can_not_be_run_says_why(run, write, tmp_path, what, code, text):
     write("", "empty_package/__init__.py")
     (tmp_path / "empty_folder").mkdir()
     write("#!/bin/sh\n", "not_executable")
+    write("nothing of the kind", "no_interpreter")
+    (tmp_path / "no_interpreter").chmod(0o755)
     done = run(*LIGHT, *what, env={"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == code, done
     assert text in done.stderr

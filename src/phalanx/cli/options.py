@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -90,7 +91,8 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> O
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message[:1].lower()}{message[1:]} (`phalanx run --help` shows all)")
+        message = re.sub(r"^argument ([^:/]+)[^:]*: ", r"\1: ", message)  # one spelling will do
+        raise UsageError(f"{message} (`phalanx run --help` shows all)")
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):

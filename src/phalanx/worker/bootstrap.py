@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
@@ -22,6 +23,7 @@ import msgspec
 from phalanx import interpreter, kernel
 from phalanx.context import install_context
 from phalanx.errors import PayloadError
+from phalanx.failures import Failure
 from phalanx.messages import Entered, MakeStoreHost, MakeWorker, Raised, Returned
 from phalanx.page import ControlPage
 from phalanx.sync.optimizers import watch_optimizers
@@ -37,7 +39,7 @@ from phalanx.worker.link import AgentLink
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from phalanx.failures import Cause, Failure
+    from phalanx.failures import Cause
     from phalanx.payload import Call
     from phalanx.spec import ProcessImage, Program, WorkerSpec
 
@@ -117,8 +119,8 @@ def _become(program: Program, order: MakeWorker, link: AgentLink) -> NoReturn:
     try:
         os.execvpe(command[0], command, order.environment)  # noqa: S606 - the user's command
     except OSError as error:
-        _tell(link, error, failure_of(error, worker, cause="startup", skip_frames=1))
-    os._exit(127)
+        _tell_missing(link, script.why_not_run(command[0], error), worker)
+    os._exit(126)
 
 
 def _bind_to_cpus(worker: WorkerSpec, image: ProcessImage) -> None:
@@ -199,6 +201,9 @@ def _call(worker: WorkerSpec, call: Call, link: AgentLink) -> int:
                 print(leaving.code, file=sys.stderr)  # noqa: T201 - as the interpreter does
         link.report(Raised(failure=_record(leaving, worker, "exit")))
         return code
+    except script.NoProgramError as error:
+        _tell_missing(link, str(error), worker)
+        return 1
     except BaseException as error:  # noqa: BLE001 - it goes to the launcher
         _tell(link, error, _record(error, worker, "exception"))
         interrupted = isinstance(error, KeyboardInterrupt) and worker.program is not None
@@ -240,6 +245,21 @@ def _tell(link: AgentLink, error: BaseException, failure: Failure) -> None:
         if not script.show(error):
             sys.stderr.write(text or failure.message)
         sys.stderr.flush()
+    link.report(Raised(failure=failure))
+
+
+def _tell_missing(link: AgentLink, message: str, worker: WorkerSpec) -> None:
+    """Report that there is no such program: a sentence says it all, and no restart helps."""
+    failure = Failure(
+        rank=worker.rank,
+        node_rank=worker.node_rank,
+        pid=os.getpid(),
+        generation=worker.generation,
+        cause="startup",
+        message=message,
+        at=time.time(),
+        retry=False,
+    )
     link.report(Raised(failure=failure))
 
 

@@ -8,6 +8,7 @@ and a ``sys.modules["__main__"]`` that pickle and multiprocessing can go by.
 from __future__ import annotations
 
 import builtins
+import errno
 import importlib.machinery
 import io
 import os
@@ -66,6 +67,14 @@ def command_of(program: Program, image: ProcessImage, local_rank: int) -> list[s
     python = image.environment.get("PYTHON_EXEC", image.executable)
     dash_m = ("-m",) if program.kind == "module" else ()
     return [python, *image.flags, "-u", *dash_m, program.target, *arguments]
+
+
+def why_not_run(program: str, error: OSError) -> str:
+    """Say why a program could not be run, and what to do about it."""
+    remedy = ""
+    if error.errno == errno.ENOEXEC:
+        remedy = "; is its first line `#!` and an interpreter?"
+    return f"the program {program} can't be run: {error.strerror}{remedy}"
 
 
 # ── becoming __main__ ────────────────────────────────────────────────────────────────────
