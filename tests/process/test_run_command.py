@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 import phalanx
@@ -492,6 +493,45 @@ def test_workers_save_within_the_grace_and_the_exit_code_says_so(start, write, h
     os.kill(started.pid, signal.SIGTERM)
     done = started.finish(20)
     assert (done.returncode, done.stdout) == (143, "saved SIGTERM\n"), done
+
+
+def test_a_script_can_ask_whether_to_stop(start, write):
+    started = start(
+        *LIGHT,
+        write(
+            "import time, phalanx\n"
+            "context = phalanx.get_context()\n"
+            "print('WORKING', context.stop_requested, flush=True)\n"
+            "while not context.stop_requested: time.sleep(0.01)\n"
+            "print('saved', flush=True)\n"
+        ),
+    )
+    started.wait_for_line("WORKING")
+    os.kill(started.pid, signal.SIGTERM)
+    done = started.finish(20)
+    assert (done.returncode, done.stdout) == (143, "saved\n"), done
+
+
+def test_a_signal_to_every_process_at_once_is_a_stop(start, write):
+    """As a batch system sends it."""
+    started = start(*LIGHT, "--nproc-per-node=2", "--max-restarts=3", write(SLEEPY))
+    for _ in range(2):
+        started.wait_for_line("WORKING")
+    launcher = psutil.Process(started.pid)
+    for process in (*launcher.children(recursive=True), launcher):
+        process.terminate()
+    assert started.finish(20).returncode == 143
+
+
+def test_an_agent_that_is_killed_is_said(start, write):
+    started = start(*LIGHT, write(SLEEPY))
+    started.wait_for_line("WORKING")
+    (agent,) = psutil.Process(started.pid).children()
+    agent.kill()
+    done = started.finish(20)
+    assert done.returncode == 1
+    assert "phalanx: the agent of run" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @METHODS
