@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import signal
 import sys
 
@@ -64,6 +65,7 @@ def _dispatch(argv: list[str]) -> int:
         print(f"phalanx {__version__}")  # noqa: T201
         return 0
     if argv[0] == "run":
+        _fill_standard_descriptors()
         from phalanx.cli.options import parse  # noqa: PLC0415 - only what is needed
 
         options = parse(argv[1:])
@@ -73,6 +75,13 @@ def _dispatch(argv: list[str]) -> int:
 
         return run(options)
     raise UsageError(_unknown_command(argv[0]), command="phalanx")
+
+
+def _fill_standard_descriptors() -> None:
+    """Let no socket of ours become the standard output of anybody, where that is closed."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
 
 
 def _unknown_command(word: str) -> str:

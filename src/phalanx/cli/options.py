@@ -91,7 +91,8 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> O
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        message = re.sub(r"^argument (?:-./)?([^:/]+)[^:]*: ", r"\1: ", message)  # one spelling will do
+        # One spelling is enough.
+        message = re.sub(r"^argument (?:-./)?([^:/]+)[^:]*: ", r"\1: ", message)
         raise UsageError(f"{message} (`phalanx run --help` shows all)")
 
 

@@ -33,7 +33,7 @@ _OURS = (signal.SIGKILL, signal.SIGTERM)
 
 
 class _Interrupted(BaseException):
-    """A signal came before anything was launched, or once too often while something is stuck."""
+    """A signal ends the command: before anything was launched, or while something is stuck."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
@@ -41,10 +41,14 @@ class _Interrupted(BaseException):
 
 
 class _Signals:
-    """What signals mean while no run has them: before it the end, after it nothing more."""
+    """What signals mean while no run has them: before it the end, after it nothing more.
+
+    The handler notes them only: an exception in the middle of an import or of native code could
+    do anything.
+    """
 
     def __init__(self) -> None:
-        self._launched = False
+        self.noted: int | None = None
 
     def take(self, named: tuple[int, ...]) -> None:
         """Take the usual stops and the signals that were named; what is ignored stays so."""
@@ -52,13 +56,17 @@ class _Signals:
             if signal.getsignal(signum) not in (signal.SIG_IGN, None):
                 signal.signal(signum, self._handle)
 
-    def launched(self) -> None:
-        self._launched = True
+    def check(self) -> None:
+        """Raise if one has come."""
+        if self.noted is not None:
+            raise _Interrupted(self.noted)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         del frame
-        if not self._launched or not stop_signals.idle:
+        if not stop_signals.idle:  # once too often: something must be stuck
             raise _Interrupted(signum)
+        if self.noted is None:
+            self.noted = signum
 
 
 def run(options: Options) -> int:
@@ -86,11 +94,13 @@ def run(options: Options) -> int:
 
 def _launch(options: Options, signals: _Signals) -> LauncherContext[Any]:
     spec, image = plan(options)
+    signals.check()
     agent_link(key_of_launch(spec, image), image)  # torch is imported while we go on
     nothing = kernel.open_anonymous_file("phalanx-payload")
     # From the moment at which the run is there, its own handlers have the signals.
     context = launch(spec, image, nothing, port_option="--master-port")
-    signals.launched()
+    if signals.noted is not None:
+        context.request_stop(kernel.signal_name(signals.noted))
     return context
 
 
