@@ -29,6 +29,16 @@ def _own_state_directory(tmp_path_factory: pytest.TempPathFactory):
     os.environ.pop("PYTHONUNBUFFERED", None)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _signals_as_in_a_terminal():
+    """What nohup, or a shell's background, had ignored would stay so in all that tests start."""
+    for signum in (signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(signum) is signal.SIG_IGN:
+            signal.signal(signum, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @dataclass(frozen=True)
 class Leftovers:
     """What a test could leave behind, as sets of names."""
