@@ -172,6 +172,11 @@ def script(tmp_path: Path):
         return scripts[-1]
 
     yield start
+    end_scripts(scripts)
+
+
+def end_scripts(scripts: list[Script]) -> None:
+    """End whatever they have started, and let go of them."""
     for one in scripts:
         one.kill_group()
         one.process.wait()

@@ -181,12 +181,10 @@ def nobody_reads(fd: int) -> bool:
 
 
 def fill_standard_fds() -> None:
-    """Open what is closed of descriptors 0 to 2, so that nothing else gets these numbers."""
-    for fd in range(3):
-        try:
-            os.fstat(fd)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+    """Open what is closed of descriptors 0 to 2, so that no socket of ours gets these numbers."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest number that is free
+        os.set_inheritable(fd, True)
+    os.close(fd)
 
 
 def max_descriptors() -> int:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import phalanx
-from tests.conftest import Script, tagged_processes, wait_until
+from tests.conftest import Script, end_scripts, tagged_processes, wait_until
 
 SOURCE = str(Path(phalanx.__file__).parents[1])
 LIGHT = ("--preload", "")
@@ -37,12 +37,7 @@ def start(tmp_path):
         return scripts[-1]
 
     yield start
-    for one in scripts:
-        one.kill_group()
-        one.process.wait()
-        for stream in (one.process.stdout, one.process.stderr, one.process.stdin):
-            if stream is not None:
-                stream.close()
+    end_scripts(scripts)
 
 
 @pytest.fixture

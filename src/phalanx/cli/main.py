@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 import signal
 import sys
 
@@ -48,8 +47,6 @@ def main(argv: list[str]) -> int:
     except UsageError as error:
         print(f"{error.command}: {error}", file=sys.stderr)  # noqa: T201
         return error.exit_code
-    except KeyboardInterrupt:  # while we were still importing
-        return 130
     except BrokenPipeError:  # nobody reads our help any more
         sys.stdout = None
         return 0
@@ -65,7 +62,6 @@ def _dispatch(argv: list[str]) -> int:
         print(f"phalanx {__version__}")  # noqa: T201
         return 0
     if argv[0] == "run":
-        _fill_standard_descriptors()
         from phalanx.cli.options import parse  # noqa: PLC0415 - only what is needed
 
         options = parse(argv[1:])
@@ -75,13 +71,6 @@ def _dispatch(argv: list[str]) -> int:
 
         return run(options)
     raise UsageError(_unknown_command(argv[0]), command="phalanx")
-
-
-def _fill_standard_descriptors() -> None:
-    """Let no socket of ours become the standard output of anybody, where that is closed."""
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(fd, True)
-    os.close(fd)
 
 
 def _unknown_command(word: str) -> str:

@@ -71,6 +71,7 @@ class _Signals:
 
 def run(options: Options) -> int:
     """Run to the end; return the exit code. Blocks."""
+    kernel.fill_standard_fds()
     _log_to_stderr()
     signals = _Signals()
     named = options.values.signals_to_handle

@@ -33,7 +33,7 @@ from phalanx.messages import (
     StopRun,
 )
 from phalanx.spec import to_seconds
-from phalanx.sync.shm.backend import why_unsupported
+from phalanx.sync.shm.backend import cpu_backend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -114,9 +114,7 @@ class LauncherContext(SubprocessContext[R]):
         """Return the name of the backend that the workers' group has."""
         if self.spec.backend != "auto":
             return self.spec.backend
-        if visible_gpus(dict(os.environ)):
-            return "nccl"
-        return "shm" if self.spec.num_nodes == 1 and why_unsupported() is None else "gloo"
+        return "nccl" if visible_gpus(dict(os.environ)) else cpu_backend(self.spec.num_nodes)
 
     @property
     def restart_count(self) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from msgspec.structs import replace
 
 from phalanx import wire
 from phalanx.errors import (
@@ -123,15 +124,11 @@ class TensorClient:
         if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 2**63:
             raise TensorError(f"version must be a whole number from 0, not {version!r}")
         plan = plan_tree(tree)
+        request = Commit(
+            key=key, version=version, rank=rank, layout=plan.layout, num_bytes=plan.num_bytes
+        )
         with self._conversation() as conversation:
-            self._send_value(
-                conversation,
-                plan,
-                lambda data, segment: Commit(
-                    key=key, version=version, rank=rank, layout=plan.layout,
-                    num_bytes=plan.num_bytes, data=data, segment=segment,
-                ),
-            )  # fmt: skip
+            self._send_value(conversation, plan, request)
 
     def get_committed(self, key: str, rank: int) -> tuple[int, Tree] | None:
         """See `SubprocessContext.get_committed_tensors`."""
@@ -169,41 +166,29 @@ class TensorClient:
 
     def _put_plan(self, key: str, plan: Plan, timeout: Duration | None) -> None:
         self._check_not_held(key)
-        timeout_s = _seconds(timeout)
+        request = Put(
+            key=key,
+            layout=plan.layout,
+            num_bytes=plan.num_bytes,
+            timeout_s=_seconds(timeout),
+            another=True,
+        )
         with self._conversation() as conversation:
-            self._send_value(
-                conversation,
-                plan,
-                lambda data, segment: Put(
-                    key=key, layout=plan.layout, num_bytes=plan.num_bytes, data=data,
-                    segment=segment, timeout_s=timeout_s, another=segment is not None,
-                ),
-            )  # fmt: skip
+            self._send_value(conversation, plan, request)
 
     def _put_held(self, conversation: Conversation, key: str, plan: Plan) -> None:
-        self._send_value(
-            conversation,
-            plan,
-            lambda data, segment: Put(
-                key=key, layout=plan.layout, num_bytes=plan.num_bytes, data=data,
-                segment=segment, holding=True,
-            ),
-        )  # fmt: skip
+        request = Put(key=key, layout=plan.layout, num_bytes=plan.num_bytes, holding=True)
+        self._send_value(conversation, plan, request)
 
-    def _send_value(
-        self,
-        conversation: Conversation,
-        plan: Plan,
-        request: Callable[[bytes | None, int | None], Put | Commit],
-    ) -> None:
-        """Send a small value in the message, a large one through a segment."""
+    def _send_value(self, conversation: Conversation, plan: Plan, request: Put | Commit) -> None:
+        """Send a request with its value: a small one in the message, a large one in a segment."""
         if plan.num_bytes <= wire.INLINE_LIMIT:
-            conversation.put(request(as_bytes(plan), None))
+            conversation.put(replace(request, data=as_bytes(plan)))
             return
         reserved, fd = conversation.reserve(plan.num_bytes, self._written.numbers)
         try:
             self._written.write(plan, fd, reserved)
-            conversation.put(request(None, reserved.segment))
+            conversation.put(replace(request, segment=reserved.segment))
         except StoreClosedError:
             raise
         except Exception:

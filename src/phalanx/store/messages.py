@@ -44,7 +44,8 @@ class Put(StoreMessage, frozen=True, kw_only=True):
         segment: A segment that was reserved, or None.
         timeout_s: How long to wait while somebody else holds the key (None: without limit).
         holding: This conversation holds the key (`Hold`), and lets it go herewith.
-        another: Answer with the next segment for a value of this size, which spares a question.
+        another: Answer a value that came in a segment with the next one of that size, which
+            spares a question.
     """
 
     key: str

@@ -198,8 +198,10 @@ class TensorStore:
         self, client: StoreClient, request: Put
     ) -> tuple[Reserved | None, list[int]]:
         """Reserve the next segment ahead, as long as that takes room from nobody."""
+        if not request.another or request.segment is None:
+            return None, []
         ahead = sum(each.num_bytes for held in self._reserved.values() for each in held.values())
-        if request.another and ahead + request.num_bytes <= self._pool.limit // _AHEAD_PART:
+        if ahead + request.num_bytes <= self._pool.limit // _AHEAD_PART:
             with contextlib.suppress(PoolFullError, OSError):
                 reserved, fd = self._hand_out(client, request.num_bytes)
                 return reserved, [fd]

@@ -149,5 +149,5 @@ class GradientGroup:
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """Return complex numbers as pairs: no backend sums them as they are."""
+    """Return complex numbers as pairs: Gloo and NCCL don't sum them as they are."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -116,6 +116,12 @@ class Plan:
         self._next = 0
         self.disarm()
 
+    def flush(self) -> None:
+        """End being armed: its buckets must be out on all ranks before anything else is sent."""
+        if self.armed:
+            self.launch_all()
+            self.stop()
+
     def launch_all(self) -> None:
         """Send what has not been sent, so that this rank has sent all buckets, as all do."""
         for bucket in self.buckets[self._next :]:

@@ -126,26 +126,25 @@ class Synchronizer:
 
     def _reduce(self, plan: Plan, target: Target | None, options: Options) -> None:
         for other in self._plans.values():
-            if other is not plan and other.armed:
-                # Its buckets must be out on all ranks before anything else is sent.
-                other.launch_all()
-                other.stop()
+            if other is not plan:
+                other.flush()
         if plan.armed:
             plan.launch_all()
         first = plan.num_calls == 1
         present = plan.present()
+        not_finite = _not_finite(plan) if options.check_finite else []
         header = Header(
             call=self._num_calls,
             signature=plan.signature,
             values=value_digest(plan.parameters) if first and options.align else 0,
             stale=plan.stale() if plan.armed else frozenset(),
-            not_finite=options.check_finite and bool(_not_finite(plan)),
+            not_finite=bool(not_finite),
             present=present if len(plan.parameters) <= MAX_PARAMETERS else frozenset(),
         )
         agreed = self._agree(header, plan, options.timeout_s)
         if agreed.not_finite:
             plan.stop()
-            self._name_what_is_not_finite(plan)
+            self._name_what_is_not_finite(not_finite)
         union = agreed.present
         if len(plan.parameters) > MAX_PARAMETERS:
             union = self._joined_group().union(present, len(plan.parameters))
@@ -218,8 +217,7 @@ class Synchronizer:
         if not average:
             plan.multiply(present, self._worker.world_size)
 
-    def _name_what_is_not_finite(self, plan: Plan) -> None:
-        own = _not_finite(plan)
+    def _name_what_is_not_finite(self, own: list[str]) -> None:
         views = self._joined_group().gather(msgspec.msgpack.encode(own))
         _raise_if_not_finite(
             {rank: msgspec.msgpack.decode(view) for rank, view in enumerate(views)}
@@ -227,9 +225,7 @@ class Synchronizer:
 
     def _broadcast(self, tensors: list[torch.Tensor]) -> None:
         for plan in self._plans.values():
-            if plan.armed:
-                plan.launch_all()
-                plan.stop()
+            plan.flush()
         group = self._joined_group()
         looks = [f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors]
         views = group.gather(msgspec.msgpack.encode((0, looks)))
@@ -266,11 +262,8 @@ class Synchronizer:
     def _forget_old_plans(self) -> None:
         """Parameters were added, removed or replaced: the old set is not needed any more."""
         while len(self._plans) > _MAX_PLANS:
-            key, oldest = next(iter(self._plans.items()))
-            if oldest.armed:
-                oldest.launch_all()
-                oldest.stop()
-            del self._plans[key]
+            _, oldest = self._plans.popitem(last=False)
+            oldest.flush()
 
     def _who_is_missing(self, timeout_s: float) -> str:
         late = [

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from phalanx.errors import SpecError
 from phalanx.sync.groups import make_group
-from phalanx.sync.shm.backend import why_unsupported
+from phalanx.sync.shm.backend import cpu_backend
 
 if TYPE_CHECKING:
     from phalanx.spec import WorkerSpec
@@ -78,9 +78,7 @@ def backend_of(worker: WorkerSpec) -> str:
     if dist.is_initialized():
         return str(dist.get_backend())
     if worker.backend == "auto":
-        if torch.cuda.is_available():
-            return "nccl"
-        return "shm" if worker.num_nodes == 1 and why_unsupported() is None else "gloo"
+        return "nccl" if torch.cuda.is_available() else cpu_backend(worker.num_nodes)
     if worker.backend == "nccl" and not torch.cuda.is_available():
         raise SpecError('backend="nccl" needs CUDA, which torch does not find here; use "gloo"')
     return worker.backend

@@ -32,6 +32,11 @@ def why_unsupported() -> str | None:
     return None
 
 
+def cpu_backend(num_nodes: int) -> str:
+    """Return the backend that "auto" takes for CPU tensors on that many machines."""
+    return NAME if num_nodes == 1 and why_unsupported() is None else "gloo"
+
+
 def register_shm_backend() -> None:
     """Make ``init_process_group("shm")`` work in this process. Safe to call again.
 
