@@ -200,7 +200,7 @@ class Synchronizer:
                 "rank 0 now, and for this step its gradients, too. Seed all ranks alike "
                 "(torch.manual_seed), or call broadcast_parameters(model) before the first "
                 "forward pass; align=False leaves them as they are",
-                stacklevel=6,
+                stacklevel=8,  # where the user called it
             )
         group.broadcast([named.parameter for named in plan.parameters])
         modules = modules_around(plan.parameters)
