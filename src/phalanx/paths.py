@@ -35,6 +35,11 @@ class RunPaths:
         return self.root / "events.jsonl"
 
     @property
+    def control(self) -> Path:
+        """Where the run's agent listens to commands; there while the run lives."""
+        return self.root / "control.json"
+
+    @property
     def logs(self) -> Path:
         """Output of ranks that go neither to the console nor to a `log_dir`."""
         return self.root / "logs"
@@ -80,14 +85,20 @@ def create_run_directory(run_id: str) -> RunPaths:
     return RunPaths(root=root)
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes, mode: int | None = None) -> None:
     """Write a file so that it is there wholly or not at all.
+
+    Args:
+        path: Its name.
+        data: Its content.
+        mode: Its permissions; None: the usual ones.
 
     Raises:
         RunDirectoryError: It can't be written.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        draft.touch(0o666 if mode is None else mode)
         draft.write_bytes(data)
         draft.replace(path)
     except OSError as error:
@@ -123,22 +134,40 @@ def _cannot_write(what: str, path: Path, error: OSError) -> RunDirectoryError:
 
 def prune_runs(keep: int = KEPT_RUNS) -> None:
     """Remove the oldest runs beyond `keep`, never one that lives."""
+    runs = run_directories()
+    for run in runs[: max(0, len(runs) - keep)]:
+        if not is_live(run) and not _may_be_starting(run):
+            shutil.rmtree(run.root, ignore_errors=True)
+
+
+def run_directories() -> list[RunPaths]:
+    """Return the runs that are kept, the oldest first."""
     try:
-        runs = sorted(entry for entry in runs_root().iterdir() if entry.is_dir())
+        return [RunPaths(root=root) for root in sorted(runs_root().iterdir()) if root.is_dir()]
     except OSError:
-        return
-    for root in runs[: max(0, len(runs) - keep)]:
-        if not _is_live(RunPaths(root=root)):
-            shutil.rmtree(root, ignore_errors=True)
+        return []
 
 
-def _is_live(paths: RunPaths) -> bool:
+def is_live(paths: RunPaths) -> bool:
+    """Whether an agent works for this run."""
     try:
         with paths.events.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # no event log yet: it may just be starting
-        with contextlib.suppress(OSError):
-            return time.time() - paths.root.stat().st_mtime < 3600
+    except OSError:
+        pass
+    return False
+
+
+def wait_until_ended(paths: RunPaths) -> None:
+    """Wait, however long, until no agent works for this run any more."""
+    with contextlib.suppress(FileNotFoundError), paths.events.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+
+
+def _may_be_starting(paths: RunPaths) -> bool:
+    """Whether there is no event log yet, and the directory is young."""
+    with contextlib.suppress(OSError):
+        return not paths.events.exists() and time.time() - paths.root.stat().st_mtime < 3600
     return False

@@ -8,9 +8,7 @@ import os
 import resource
 import signal
 import socket
-import struct
 import sys
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,6 +19,9 @@ from phalanx.agent.consoles import Consoles
 from phalanx.agent.forkservers import ForkServers
 from phalanx.agent.run import Run
 from phalanx.agent.tensors import RunTensors
+from phalanx.agent.visitors import Visitors
+from phalanx.control import KillRank, Request, Visit, is_own_user
+from phalanx.errors import FrameError
 from phalanx.messages import (
     CloseStore,
     ConsoleTaken,
@@ -36,9 +37,6 @@ from phalanx.messages import (
     RestartRun,
     StopRun,
 )
-
-if TYPE_CHECKING:
-    from phalanx.errors import FrameError
 
 PROTOCOL = 1
 
@@ -95,7 +93,8 @@ class Agent:
         self._launcher_pid = launcher_pid
         self._runs: dict[str, Run] = {}
         self._tensors: dict[str, RunTensors] = {}
-        self._connections: set[Connection[LauncherMessage]] = set()
+        self._connections: set[Connection[Request]] = set()
+        self._visitors = Visitors(listener.getsockname(), launcher_pid, self._runs)
         self.servers = ForkServers(loop)
         self._consoles = Consoles(loop)
 
@@ -114,6 +113,7 @@ class Agent:
         """End at once, and everything with it: the fork servers follow."""
         for run in list(self._runs.values()):
             run.kill_now()
+            self._visitors.disinvite(run)
         self.servers.end()
         os._exit(0)
 
@@ -121,23 +121,26 @@ class Agent:
 
     def _accept(self) -> None:
         sock, _ = self._listener.accept()
-        if not _is_own_user(sock):
+        if not is_own_user(sock):
             sock.close()
             return
-        connection: Connection[LauncherMessage] = Connection(
+        connection: Connection[Request] = Connection(
             self._loop,
             sock,
-            LauncherMessage,
+            Request,
             on_message=lambda message, fds: self._on_message(connection, message, fds),
             on_close=lambda error: self._on_close(connection, error),
         )
         self._connections.add(connection)
 
-    def _on_close(self, connection: Connection[LauncherMessage], error: FrameError | None) -> None:
+    def _on_close(self, connection: Connection[Request], error: FrameError | None) -> None:
         """A launcher hung up, or sent what is no message: its runs end, others go on."""
         self._connections.discard(connection)
         if error is not None:
             print(f"phalanx agent: a connection was closed: {error}", file=sys.stderr)  # noqa: T201
+        if connection in self._visitors:
+            self._visitors.forget(connection)
+            return
         for run in list(self._runs.values()):
             if run.belongs_to(connection):
                 run.feed(ev.KillRequested(reason="the launcher hung up"))
@@ -145,7 +148,34 @@ class Agent:
             self.die()
 
     def _on_message(
-        self, connection: Connection[LauncherMessage], message: LauncherMessage, fds: list[int]
+        self,
+        connection: Connection[Request],
+        message: Request,
+        fds: list[int],
+    ) -> None:
+        if isinstance(message, Visit):
+            self._connections.discard(connection)
+            self._visitors.welcome(connection)
+        if connection in self._visitors:
+            self._on_visitor(connection, message, fds)
+        elif isinstance(message, Visit | KillRank):
+            self._hang_up(connection)
+        else:
+            self._on_launcher(connection, message, fds)
+
+    def _on_visitor(
+        self, connection: Connection[Request], message: Request, fds: list[int]
+    ) -> None:
+        for fd in fds:
+            os.close(fd)
+        self._visitors.on_message(connection, message, lambda: self._hang_up(connection))
+
+    def _hang_up(self, connection: Connection[Request]) -> None:
+        connection.close()
+        self._on_close(connection, FrameError("it wants what is not for its kind"))
+
+    def _on_launcher(
+        self, connection: Connection[Request], message: LauncherMessage, fds: list[int]
     ) -> None:
         match message:
             case Hello():
@@ -164,19 +194,19 @@ class Agent:
                 if run is not None:  # else it has ended meanwhile
                     _pass_on(run, message)
 
-    def _launch(
-        self, connection: Connection[LauncherMessage], launch: Launch, fds: list[int]
-    ) -> None:
+    def _launch(self, connection: Connection[Request], launch: Launch, fds: list[int]) -> None:
         run = Run(
             self._loop, self.servers, self._consoles, connection, launch, fds, self._on_finished
         )
         self._runs[run.spec.run_id] = run
         self._tensors[run.spec.run_id] = run.tensors
         run.begin()
+        self._visitors.invite(run)
 
     def _on_finished(self, run: Run) -> None:
         """What it put is still there, until the launcher says that it has read enough."""
         del self._runs[run.spec.run_id]
+        self._visitors.disinvite(run)
         run.tensors.store.end_run()
 
     def _open_store(self, run_id: str, pid: int, fd: int) -> None:
@@ -213,13 +243,3 @@ def _pass_on(
             run.output.taken(stream, num_bytes)
         case InputLine(rank=rank, text=text):
             run.answer(rank, text)
-
-
-def _is_own_user(sock: socket.socket) -> bool:
-    """Ask the kernel who is at the other end."""
-    if not hasattr(socket, "SO_PEERCRED"):  # elsewhere the socket lies in a private folder
-        return True
-    size = struct.calcsize("3i")
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    _, uid, _ = struct.unpack("3i", credentials)
-    return bool(uid == os.getuid())

@@ -171,6 +171,16 @@ class Generation:
         else:
             self._store_host.close(lambda: self._sweep(then))
 
+    def kill_rank(self, rank: int) -> str | None:
+        """End one worker by SIGKILL; return what is in the way, or None."""
+        size = self._spec.world_size
+        if not 0 <= rank < size:
+            return f"there is no rank {rank} among {size}: they are 0–{size - 1}"
+        if rank not in self.workers or not self.workers[rank].exists:
+            return f"rank {rank} has no process at the moment"
+        self.workers[rank].signal(signal.SIGKILL)
+        return None
+
     def kill_now(self) -> None:
         """End everything without waiting."""
         self._stop_listening()

@@ -26,15 +26,18 @@ class Recorder:
         self._path = path
         self._on_broken = on_broken
         self._fd: int | None = None
+        self._is_broken = False
+        draft = path.with_name(f".{path.name}")  # who looks whether the run lives locks, too
         try:
-            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._fd = os.open(draft, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            draft.rename(path)
         except OSError as error:
             self._break(error)
 
     def record(self, event: Event) -> None:
         """Append one event."""
-        if self._fd is None:
+        if self._fd is None or self._is_broken:
             return
         line = msgspec.json.encode(_strip(event)) + b"\n"
         try:
@@ -49,7 +52,7 @@ class Recorder:
             self._fd = None
 
     def _break(self, error: OSError) -> None:
-        self.close()
+        self._is_broken = True  # the lock is kept: the run lives
         self._on_broken(
             f"the event log {self._path} can't be written ({error.strerror}); the run goes on "
             "without it: free some space, or set XDG_STATE_HOME to a folder that has it"

@@ -49,8 +49,9 @@ if TYPE_CHECKING:
     from phalanx.agent.connection import Connection
     from phalanx.agent.consoles import Consoles
     from phalanx.agent.forkservers import ForkServers, NotMade
+    from phalanx.control import Request
     from phalanx.failures import Exit
-    from phalanx.messages import AgentMessage, Launch, LauncherMessage, WorkerMessage
+    from phalanx.messages import AgentMessage, Launch, WorkerMessage
 
 _MAX_BACKLOG = 16 * 1024 * 1024
 """Bytes that may wait for a launcher that does not read; beyond, reports are dropped."""
@@ -68,7 +69,7 @@ class Run:
         loop: asyncio.AbstractEventLoop,
         servers: ForkServers,
         consoles: Consoles,
-        launcher: Connection[LauncherMessage],
+        launcher: Connection[Request],
         launch: Launch,
         fds: list[int],
         on_finished: Callable[[Run], None],
@@ -316,7 +317,7 @@ class Run:
         if self._generation is not None and rank in self._generation.workers:
             self._generation.workers[rank].answer(text)
 
-    def belongs_to(self, launcher: Connection[LauncherMessage]) -> bool:
+    def belongs_to(self, launcher: Connection[Request]) -> bool:
         """Whether this connection asked for the run."""
         return self._launcher is launcher
 
@@ -337,6 +338,10 @@ class Run:
         """End it now, without waiting for a console that does not read."""
         self.output.give_up()
         self.feed(ev.KillRequested(reason=reason))
+
+    def kill_rank(self, rank: int) -> str | None:
+        """End one worker by SIGKILL; return what is in the way, or None."""
+        return self._group.kill_rank(rank)
 
     # ── its end ──────────────────────────────────────────────────────────────────────────
 

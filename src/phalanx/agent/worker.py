@@ -113,6 +113,11 @@ class WorkerProcess:
         elif self.pid is not None:
             self._server.signal(self._ticket, signum)
 
+    @property
+    def exists(self) -> bool:
+        """Whether there is a process, as far as has been heard."""
+        return self.pid is not None and self._connection is not None
+
     def catches(self, signum: int) -> bool:
         """Whether the user's code catches a signal."""
         return self.pid is not None and kernel.catches_signal(self.pid, signum)

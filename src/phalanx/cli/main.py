@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import signal
 import sys
 
@@ -15,6 +16,12 @@ Starts, watches and heals the workers of distributed PyTorch programs.
 
 commands:
   run         start a script, module or program in N workers, as torchrun does
+  ps          show the runs that live
+  logs        show what the workers of a run printed to files
+  events      show what happened in a run
+  stop        stop a run, and wait until it has ended
+  kill        end a run at once, or one rank of it
+  completion  print a script that has bash, zsh or fish complete commands
 
 options:
   -h, --help  show this help; `phalanx run --help`: that of a command
@@ -23,7 +30,9 @@ options:
 example:
   phalanx run --nproc-per-node 4 train.py --epochs 10
 """
-_COMMANDS = ("run",)
+COMMANDS = ("run", "ps", "logs", "events", "stop", "kill", "completion")
+_MODULES = {"stop": "control", "kill": "control"}
+"""Where a command's function is, if not in the module of its name."""
 
 
 def script_entry() -> None:
@@ -47,7 +56,7 @@ def main(argv: list[str]) -> int:
     except UsageError as error:
         print(f"{error.command}: {error}", file=sys.stderr)  # noqa: T201
         return error.exit_code
-    except BrokenPipeError:  # nobody reads our help any more
+    except BrokenPipeError:  # nobody reads us any more
         sys.stdout = None
         return 0
 
@@ -70,13 +79,28 @@ def _dispatch(argv: list[str]) -> int:
         from phalanx.cli.run import run  # noqa: PLC0415 - as above
 
         return run(options)
+    if argv[0] in COMMANDS:
+        return _on_runs(argv[0], argv[1:])
     raise UsageError(_unknown_command(argv[0]), command="phalanx")
 
 
+def _on_runs(command: str, argv: list[str]) -> int:
+    """Do what is about runs that others have started."""
+    from phalanx.cli import parsers  # noqa: PLC0415 - as above
+
+    values = parsers.parse(getattr(parsers, f"{command}_parser"), argv)
+    if values is None:
+        return 0
+    module = importlib.import_module(f"phalanx.cli.{_MODULES.get(command, command)}")
+    code: int = getattr(module, command)(values)
+    sys.stdout.flush()  # here, where a reader that went away is no error
+    return code
+
+
 def _unknown_command(word: str) -> str:
-    near = difflib.get_close_matches(word, _COMMANDS, n=1)
+    near = difflib.get_close_matches(word, COMMANDS, n=1)
     if near:
         return f"there is no command {word!r}; did you mean {near[0]!r}?"
     if word.startswith("-") or word.endswith(".py"):
         return f"which command? Did you mean `phalanx run {word} …`?"
-    return f"there is no command {word!r}; there are: {', '.join(_COMMANDS)}"
+    return f"there is no command {word!r}; there are: {', '.join(COMMANDS)}"

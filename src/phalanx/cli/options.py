@@ -7,20 +7,18 @@ looks like. Only what stands before it is parsed.
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
-import re
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from phalanx.cli import formats
+from phalanx.cli.parsers import Formatter, Parser
 from phalanx.cli.usage import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-_WIDTH = 80
 _NO_VARIABLE = ("logs_specs", "numa_binding", "preload", "restart", "grace", "json")
 """Options that no PET_* variable sets."""
 
@@ -69,7 +67,7 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> O
     Raises:
         UsageError: Says what is wrong, and what would be right.
     """
-    parser = _make_parser()
+    parser = make_parser()
     num_options = _find_target(parser, argv)
     parser.set_defaults(**_from_variables(parser, environment))
     values = parser.parse_args(list(argv[:num_options]))
@@ -89,29 +87,10 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> O
     return Options(values=values, target=rest[0], arguments=tuple(rest[1:]))
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        # One spelling is enough.
-        message = re.sub(r"^argument (?:-./)?([^:/]+)[^:]*: ", r"\1: ", message)
-        raise UsageError(f"{message} (`phalanx run --help` shows all)")
-
-
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Shows one spelling of each option, in 80 columns."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, width=_WIDTH, max_help_position=31)
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        names = [name for name in action.option_strings if "_" not in name]
-        metavar = "" if action.nargs == 0 else f" {action.metavar}"
-        return f"{', '.join(names)}{metavar}"
-
-
 # ── where the script begins ──────────────────────────────────────────────────────────────
 
 
-def _find_target(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
+def _find_target(parser: Parser, argv: Sequence[str]) -> int:
     """Return how many arguments stand before the script."""
     position = 0
     while position < len(argv):
@@ -119,32 +98,10 @@ def _find_target(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
         if word == "--" or not word.startswith("-") or word == "-":
             return position
         name, equals, _ = word.partition("=")
-        action = _action(parser, name)
+        action = parser.option(name)
         attached = bool(equals) or (len(word) > 2 and not word.startswith("--"))
         position += 1 if attached or action.nargs == 0 else 2
     return min(position, len(argv))
-
-
-def _action(parser: argparse.ArgumentParser, name: str) -> argparse.Action:
-    known = parser._option_string_actions  # noqa: SLF001 - argparse has no other way to ask
-    if name in known:
-        return known[name]
-    if not name.startswith("--"):
-        if name[:2] in known:  # -r3
-            return known[name[:2]]
-        raise UsageError(f"there is no option {name} (`phalanx run --help` shows all)")
-    spelled = name.replace("_", "-")
-    fitting = {id(a): a for option, a in known.items() if option.startswith(name)}
-    if len(fitting) == 1:  # a beginning, as argparse allows it
-        return next(iter(fitting.values()))
-    options = [option for option in known if "_" not in option and option.startswith("--")]
-    near = difflib.get_close_matches(spelled, options, n=1) or [
-        option for option in options if option.startswith(spelled)
-    ]
-    hint = f"did you mean {near[0]}?" if near else "`phalanx run --help` shows all."
-    raise UsageError(
-        f"there is no option {name}; {hint} (Options of the script come after the script.)"
-    )
 
 
 # ── variables ────────────────────────────────────────────────────────────────────────────
@@ -179,15 +136,17 @@ def _convert(action: argparse.Action, text: str) -> Any:  # noqa: ANN401 - the o
 # ── the table of options ─────────────────────────────────────────────────────────────────
 
 
-def _make_parser() -> _Parser:
-    parser = _Parser(
+def make_parser() -> Parser:
+    """Options of ``phalanx run``."""
+    parser = Parser(
         prog="phalanx run",
         usage=_USAGE,
         description=_ABOUT,
         epilog=_CLOSING,
-        formatter_class=_Formatter,
+        formatter_class=Formatter,
         add_help=False,
     )
+    parser.about_options = " (Options of the script come after the script.)"
     _add_program(parser)
     _add_number(parser)
     _add_failures(parser)
@@ -198,7 +157,7 @@ def _make_parser() -> _Parser:
     return parser
 
 
-def _group(parser: _Parser, title: str) -> Callable[..., None]:
+def _group(parser: Parser, title: str) -> Callable[..., None]:
     """Return what adds an option to a new group, under both spellings of its name."""
     group = parser.add_argument_group(title)
 
@@ -213,7 +172,7 @@ def _group(parser: _Parser, title: str) -> Callable[..., None]:
     return add
 
 
-def _add_program(parser: _Parser) -> None:
+def _add_program(parser: Parser) -> None:
     add = _group(parser, "what to run")
     flag = {"action": "store_true"}
     add("-m", "--module", **flag, help="a module, as by `python -m`")
@@ -230,7 +189,7 @@ def _add_program(parser: _Parser) -> None:
     )  # fmt: skip
 
 
-def _add_number(parser: _Parser) -> None:
+def _add_number(parser: Parser) -> None:
     add = _group(parser, "how many workers")
     add(
         "--nproc-per-node", metavar="N", default="1",
@@ -240,7 +199,7 @@ def _add_number(parser: _Parser) -> None:
     add("--standalone", action="store_true", help="one machine, any free port: the usual way here")
 
 
-def _add_failures(parser: _Parser) -> None:
+def _add_failures(parser: Parser) -> None:
     add = _group(parser, "when something goes wrong")
     add(
         "--max-restarts", metavar="N", type=formats.count, default=0,
@@ -264,7 +223,7 @@ def _add_failures(parser: _Parser) -> None:
     add("--json", action="store_true", help="at the end, say how it went as a line of JSON")
 
 
-def _add_output(parser: _Parser) -> None:
+def _add_output(parser: Parser) -> None:
     add = _group(parser, "what the workers print")
     add(
         "--log-dir", metavar="DIR",
@@ -290,7 +249,7 @@ def _add_output(parser: _Parser) -> None:
         )  # fmt: skip
 
 
-def _add_placement(parser: _Parser) -> None:
+def _add_placement(parser: Parser) -> None:
     add = _group(parser, "where workers run")
     add(
         "--numa-binding", metavar="HOW", choices=["node", "socket", "exclusive", "core-complex"],
@@ -304,7 +263,7 @@ def _add_placement(parser: _Parser) -> None:
     add("--role", metavar="NAME", default="default", help="value of ROLE_NAME")
 
 
-def _add_meeting(parser: _Parser) -> None:
+def _add_meeting(parser: Parser) -> None:
     add = _group(parser, "where workers meet")
     add("--master-addr", metavar="ADDR", default="127.0.0.1", help="an address of this machine")
     add("--master-port", metavar="PORT", type=formats.port, help="default: any free port")
@@ -314,7 +273,7 @@ def _add_meeting(parser: _Parser) -> None:
     add("--rdzv-id", metavar="ID", default="none", help="value of TORCHELASTIC_RUN_ID")
 
 
-def _add_accepted(parser: _Parser) -> None:
+def _add_accepted(parser: Parser) -> None:
     add = _group(parser, "accepted, and without effect here")
     add("--node-rank", metavar="N", type=formats.count, default=0, help="0, on one machine")
     add("--rdzv-conf", metavar="CONF", type=formats.pairs, default="", help="of the rendezvous")

@@ -39,6 +39,10 @@ def log_event(event: ev.Event, spec: LaunchSpec) -> None:
             _log.warning("rank %d failed (%s); restarting it", rank, failure.headline())
         case ev.StopRequested(reason=reason, grace_s=grace_s) if reason.startswith("SIG"):
             _log.warning("%s: stopping (at most %g s; Ctrl-C again to kill)", reason, grace_s)
+        case ev.StopRequested(reason=reason, grace_s=grace_s) if reason.startswith("phalanx"):
+            _log.warning("%s: stopping (at most %g s)", reason, grace_s)
+        case ev.KillRequested(reason=reason) if reason.startswith("phalanx"):
+            _log.warning("%s: killing", reason)
         case _:
             pass
 
