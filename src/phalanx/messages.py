@@ -6,7 +6,8 @@ Four conversations, each over a stream of frames (`phalanx.wire`):
 - agent ↔ fork server: processes to make, processes that ended;
 - worker → agent: its own progress, and for `breakpoint()` the answers back.
 
-(A fifth, with the tensor store, is in `phalanx.store.messages`.)
+(A fifth, with the tensor store, is in `phalanx.store.messages`; a sixth, of visitors with the
+agent, in `phalanx.control`.)
 
 "fds:" in a docstring lists the file descriptors that travel with the message.
 """
