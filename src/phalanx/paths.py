@@ -136,7 +136,7 @@ def prune_runs(keep: int = KEPT_RUNS) -> None:
     """Remove the oldest runs beyond `keep`, never one that lives."""
     runs = run_directories()
     for run in runs[: max(0, len(runs) - keep)]:
-        if not is_live(run) and not _may_be_starting(run):
+        if not _may_be_starting(run) and not is_live(run):  # in this order: it may start now
             shutil.rmtree(run.root, ignore_errors=True)
 
 

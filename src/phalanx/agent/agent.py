@@ -148,10 +148,7 @@ class Agent:
             self.die()
 
     def _on_message(
-        self,
-        connection: Connection[Request],
-        message: Request,
-        fds: list[int],
+        self, connection: Connection[Request], message: Request, fds: list[int]
     ) -> None:
         if isinstance(message, Visit):
             self._connections.discard(connection)
@@ -200,8 +197,8 @@ class Agent:
         )
         self._runs[run.spec.run_id] = run
         self._tensors[run.spec.run_id] = run.tensors
-        run.begin()
         self._visitors.invite(run)
+        run.begin()
 
     def _on_finished(self, run: Run) -> None:
         """What it put is still there, until the launcher says that it has read enough."""
