@@ -90,7 +90,7 @@ def start_processes(
         PayloadError: The function or an argument can't travel to another process.
         RunDirectoryError: The run directory or `log_dir` can't be written.
     """
-    _refuse_in_child()
+    refuse_in_child()
     if not callable(main_function):
         raise SpecError(f"main_function must be callable, not {type(main_function).__name__}")
     _check_whole_numbers(
@@ -122,7 +122,7 @@ def start_processes(
         master_port=main_process_port,
     )
     image = process_image(_check_environment(env))
-    return launch(launch_spec, image, _dump_payload(main_function, args, kwargs), on_event)
+    return launch(launch_spec, image, dump_payload(main_function, args, kwargs), on_event)
 
 
 def prewarm(preload: Sequence[str] = ("torch",)) -> None:
@@ -134,7 +134,7 @@ def prewarm(preload: Sequence[str] = ("torch",)) -> None:
     Raises:
         SpecError: A module of `preload` does not exist.
     """
-    _refuse_in_child()
+    refuse_in_child()
     image = process_image({})
     key = fork_server_key(image, check_preload(preload))
     link, new = agent_link(key, image)
@@ -205,12 +205,16 @@ def _console_ranks(
     return tuple(console)
 
 
-def _dump_payload(
+def dump_payload(
     main_function: Callable[..., object],
     args: Sequence[object],
     kwargs: Mapping[str, object] | None,
 ) -> int:
-    """Write function and arguments to a file without a name, once for all workers."""
+    """Write function and arguments to a file without a name, once for all workers.
+
+    Raises:
+        PayloadError: Something in it can't travel.
+    """
     from phalanx import payload  # noqa: PLC0415 - cloudpickle: only a launch needs it
 
     call = payload.Call(function=main_function, args=tuple(args), kwargs=dict(kwargs or {}))
@@ -224,8 +228,12 @@ def _dump_payload(
     return fd
 
 
-def _refuse_in_child() -> None:
-    """A child that multiprocessing spawned imports the script anew: don't start it all again."""
+def refuse_in_child() -> None:
+    """A child that multiprocessing spawned imports the script anew: don't start it all again.
+
+    Raises:
+        SpecError: This is such a child.
+    """
     process = sys.modules.get("multiprocessing.process")
     if process is not None and getattr(process.current_process(), "_inheriting", False):
         raise SpecError(

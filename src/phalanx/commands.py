@@ -6,6 +6,7 @@ came of each as an event.
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -51,7 +52,7 @@ class AnnounceAbort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopWorker:
-    """Ask a worker to end: SIGTERM to its process.
+    """Ask a worker to end: a signal, usually SIGTERM, to its process.
 
     When `polite`, a worker that polls `stop_requested` or `should_stop()` and left SIGTERM
     at its default is spared the signal: the control page has told it.
@@ -59,6 +60,7 @@ class StopWorker:
 
     rank: int
     polite: bool
+    signum: int = signal.SIGTERM.value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

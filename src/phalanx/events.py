@@ -9,6 +9,7 @@ Every event has ``at``, seconds since the epoch, stamped by the agent when it is
 
 from __future__ import annotations
 
+import signal
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -154,9 +155,10 @@ class WorkerRestarted(EventBase, frozen=True, kw_only=True):
 
 
 class StopRequested(EventBase, frozen=True, kw_only=True):
-    """Somebody wants the run to end; workers have `grace_s` seconds to finish."""
+    """Somebody wants the run to end: by `signum`, and workers have `grace_s` seconds to finish."""
 
     grace_s: float
+    signum: int = signal.SIGTERM.value
     reason: str = "shutdown"
 
 

@@ -14,6 +14,7 @@ agent, in `phalanx.control`.)
 
 from __future__ import annotations
 
+import signal
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -93,6 +94,7 @@ class StopRun(Message, frozen=True, kw_only=True):
 
     run_id: str
     grace_s: float | None = None
+    signum: int = signal.SIGTERM.value
     reason: str = "shutdown"
 
 

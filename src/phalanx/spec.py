@@ -95,8 +95,42 @@ class ProcessImage(msgspec.Struct, frozen=True, kw_only=True):
         return self.module_path if self.preload_path is None else self.preload_path
 
 
+class StreamOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one stream of one rank goes; with neither file nor prefix, to the run's logs.
+
+    Attributes:
+        file: Path of a file that it is appended to, or None.
+        prefix: What stands before each line on the console; None: not there.
+    """
+
+    file: str | None = None
+    prefix: str | None = None
+
+
+class LineFilter(msgspec.Struct, frozen=True, kw_only=True):
+    """A file for lines with one of the needles, of ranks that go to console and file."""
+
+    file: str
+    needles: tuple[str, ...]
+
+
+class Outputs(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the ranks' streams go one by one, in place of `console_ranks` and `log_dir`."""
+
+    out: tuple[StreamOutput, ...]
+    err: tuple[StreamOutput, ...]
+    out_filter: LineFilter | None = None
+    err_filter: LineFilter | None = None
+
+
 class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One run, as it was asked for. Durations are seconds."""
+    """One run, as it was asked for. Durations are seconds.
+
+    Attributes that `start_processes` has no argument for:
+        outputs: Where each stream goes, in place of `routes`, `console_ranks` and `log_dir`.
+        error_files: The ranks' torchelastic error files; empty: in the run's directory.
+        becomes_program: The function becomes another program: exit code 0 is success.
+    """
 
     run_id: str
     function: str
@@ -122,6 +156,9 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     virtual_local_rank: bool = False
     numa_binding: NumaBinding | None = None
     routes: Routes | None = None
+    outputs: Outputs | None = None
+    error_files: tuple[str, ...] = ()
+    becomes_program: bool = False
 
     @property
     def num_nodes(self) -> int:
@@ -138,7 +175,7 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
             restart=self.restart,
             grace_s=self.grace_s,
             start_timeout_s=self.start_timeout_s,
-            runs_program=self.program is not None,
+            runs_program=self.program is not None or self.becomes_program,
         )
 
     def goes_to_console(self, rank: int, stream: str) -> bool:
@@ -328,6 +365,8 @@ def worker_environment(
 
 def error_file(spec: LaunchSpec, worker: WorkerSpec) -> str:
     """Path at which torchelastic's ``@record`` leaves its error file."""
+    if spec.error_files:
+        return spec.error_files[worker.rank]
     return f"{spec.run_dir}/errors/{worker.generation}/rank-{worker.rank}.json"
 
 

@@ -204,6 +204,21 @@ def test_a_stop_gives_the_grace_then_kills():
     assert run.state.phase == "stopped"
 
 
+def test_a_stop_may_be_by_another_signal():
+    run = run_of(2)
+    run.feed(ev.StopRequested(grace_s=5.0, signum=signal.SIGINT))
+    stops = [order for order in run.orders if isinstance(order, do.StopWorker)]
+    assert [order.signum for order in stops] == [signal.SIGINT] * 2
+
+
+@pytest.mark.parametrize("programs", [True, False])
+def test_leaving_with_zero_is_how_programs_succeed(programs):
+    run = run_of(1, runs_program=programs)
+    run.feed(ev.WorkerExited(rank=0, exit=Exited(0)))
+    assert run.state.phase == "succeeded"
+    assert len(announced(run, ev.Warned)) == (0 if programs else 1)
+
+
 def test_workers_that_return_on_a_stop_are_not_killed():
     run = run_of(1, stubborn=frozenset({0}))
     run.feed(ev.StopRequested(grace_s=5.0))

@@ -226,9 +226,9 @@ def _pass_on(
     run: Run, message: StopRun | KillRun | PassSignal | RestartRun | ConsoleTaken | InputLine
 ) -> None:
     match message:
-        case StopRun(grace_s=grace_s, reason=reason):
+        case StopRun(grace_s=grace_s, reason=reason, signum=signum):
             grace_s = run.spec.grace_s if grace_s is None else grace_s
-            run.feed(ev.StopRequested(grace_s=grace_s, reason=reason))
+            run.feed(ev.StopRequested(grace_s=grace_s, reason=reason, signum=signum))
         case KillRun(reason=reason):
             run.kill(reason)
         case PassSignal(signum=signum):

@@ -12,6 +12,7 @@ from phalanx.agent.consoles import Consoles, DescriptorSink, RelaySink
 from phalanx.agent.logs import FileSink, MatchingLines, StreamPump
 from phalanx.messages import ConsoleKind, ConsoleText
 from phalanx.paths import RunPaths, filtered_file, log_file
+from phalanx.spec import StreamOutput
 
 if TYPE_CHECKING:
     import asyncio
@@ -67,26 +68,43 @@ class RunOutput:
         return self._begin(rank, generation, "out"), self._begin(rank, generation, "err")
 
     def _begin(self, rank: int, generation: int, stream: Stream) -> int:
-        to_console = self._spec.goes_to_console(rank, stream)
-        path: str | None = None
-        if self._spec.goes_to_file(rank, stream):
-            path = str(log_file(self._log_dir, generation, rank, stream))
-        filters = self._filters(stream)
-        if path is not None and not to_console and not filters:
-            self._files[rank][stream] = path
-            return self._open(path)
+        where, matching = self._where(rank, generation, stream)
+        if where.prefix is None and matching is None:
+            assert where.file is not None  # noqa: S101 - what goes nowhere else is kept
+            self._files[rank][stream] = where.file
+            return self._open(where.file)
         reader, writer = os.pipe()
         kernel.widen_pipe(reader)
+        path = where.file
         self._pumps[rank][stream] = StreamPump(
             self._loop,
             reader,
-            prefix=self._prefix(rank, stream),
+            prefix=(where.prefix or "").encode(),
             terminal=self._is_terminal(stream),
-            console=self._sinks[stream] if to_console else None,
+            console=None if where.prefix is None else self._sinks[stream],
             file=None if path is None else FileSink(self._open(path), path, self._on_broken),
-            matching=self._matching(rank, generation, stream, filters),
+            matching=matching,
         )
         return writer
+
+    def _where(
+        self, rank: int, generation: int, stream: Stream
+    ) -> tuple[StreamOutput, MatchingLines | None]:
+        """Return where a stream goes, and who collects lines of it."""
+        spec = self._spec
+        if spec.outputs is not None:
+            where = (spec.outputs.out if stream == "out" else spec.outputs.err)[rank]
+            wanted = spec.outputs.out_filter if stream == "out" else spec.outputs.err_filter
+            if wanted is None or where.file is None or where.prefix is None:
+                return where, None
+            sink = FileSink(self._open(wanted.file), wanted.file, self._on_broken)
+            return where, MatchingLines(sink, wanted.needles, where.prefix)
+        file: str | None = None
+        if spec.goes_to_file(rank, stream):
+            file = str(log_file(self._log_dir, generation, rank, stream))
+        prefix = self._prefix(rank, stream) if spec.goes_to_console(rank, stream) else None
+        matching = self._matching(rank, generation, stream, self._filters(stream))
+        return StreamOutput(file=file, prefix=prefix), matching
 
     @property
     def _log_dir(self) -> Path:
@@ -176,13 +194,13 @@ class RunOutput:
             )
             return os.open(os.devnull, flags)
 
-    def _prefix(self, rank: int, stream: Stream) -> bytes:
+    def _prefix(self, rank: int, stream: Stream) -> str:
         if self._spec.world_size == 1:
-            return b""
+            return ""
         text = f"[rank {rank}] "
         if self._console.colour and self._is_terminal(stream):
-            return f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{text}\x1b[0m".encode()
-        return text.encode()
+            return f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{text}\x1b[0m"
+        return text
 
     def _is_terminal(self, stream: Stream) -> bool:
         console = self._console

@@ -200,8 +200,8 @@ class Run:
             case do.CancelStart(rank=rank):
                 if self._group.workers[rank].cancel():
                     self.feed(ev.StartCancelled(rank=rank))
-            case do.StopWorker(rank=rank, polite=polite):
-                self._stop_worker(self._group.workers[rank], polite=polite)
+            case do.StopWorker(rank=rank, polite=polite, signum=signum):
+                self._stop_worker(self._group.workers[rank], signum, polite=polite)
             case do.KillWorker(rank=rank):
                 self._group.workers[rank].signal(signal.SIGKILL)
             case do.AbandonWorker(rank=rank):
@@ -236,10 +236,11 @@ class Run:
     def _closed(self) -> ev.GenerationClosed:
         return ev.GenerationClosed(generation=self._group.number)
 
-    def _stop_worker(self, worker: WorkerProcess, *, polite: bool) -> None:
+    def _stop_worker(self, worker: WorkerProcess, signum: int, *, polite: bool) -> None:
+        polite = polite and signum == signal.SIGTERM
         if polite and self._page.polls_stop(worker.rank) and not worker.catches(signal.SIGTERM):
             return  # it has been told by the page, and SIGTERM would only cut it short
-        worker.signal(signal.SIGTERM)
+        worker.signal(signum)
 
     # ── what the workers say ─────────────────────────────────────────────────────────────
 
@@ -357,7 +358,7 @@ class Run:
                 state=phase if phase in ("succeeded", "stopped") else "failed",
                 restart_count=self._state.restart_count,
                 duration_s=self._loop.time() - self._started_s,
-                failures=by_cause(self._state.failures) if phase == "failed" else (),
+                failures=() if phase == "succeeded" else by_cause(self._state.failures),
             )
         )
         self._release()

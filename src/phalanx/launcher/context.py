@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import signal
 import threading
 import time
 import weakref
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
+    from phalanx.failures import Failure
     from phalanx.launcher.console import Console
     from phalanx.launcher.link import AgentLink
     from phalanx.lifecycle import GroupPhase
@@ -131,6 +133,11 @@ class LauncherContext(SubprocessContext[R]):
         """Whether nothing of the run is alive any more."""
         return self._finished is not None or self._agent_lost
 
+    @property
+    def failures(self) -> tuple[Failure, ...]:
+        """What failed or was stopped, the root cause first; empty until the run has ended."""
+        return () if self._finished is None else self._finished.failures
+
     def pids(self) -> dict[int, int]:
         """Return the process ids of the living workers, by rank."""
         with self._changed:
@@ -147,14 +154,14 @@ class LauncherContext(SubprocessContext[R]):
         stop_signals.restore_if_idle()
         return self._result()
 
-    def shutdown(self, grace: Duration | None = None) -> None:
-        """Stop the run and wait until nothing of it is alive."""
+    def shutdown(self, grace: Duration | None = None, *, signum: int = signal.SIGTERM) -> None:
+        """Stop the run, by this signal, and wait until nothing of it is alive."""
         if os.getpid() != self._owner_pid:
             return
         grace_s = self.spec.grace_s if grace is None else to_seconds("grace", grace)
         self.looked_at = True
         if not self.ended:
-            self._link.send(StopRun(run_id=self.run_id, grace_s=grace_s))
+            self._link.send(StopRun(run_id=self.run_id, grace_s=grace_s, signum=int(signum)))
             try:
                 self._wait_until_ended(time.monotonic() + grace_s + _KILL_MARGIN_S)
             except TimeoutError:

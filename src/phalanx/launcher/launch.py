@@ -42,6 +42,7 @@ def launch(
     on_event: Callable[[Event], None] | None = None,
     *,
     port_option: str = "main_process_port",
+    takes_signals: bool = True,
 ) -> LauncherContext[Any]:
     """Start a run, and return its context at once.
 
@@ -51,6 +52,7 @@ def launch(
         payload_fd: Function and arguments; owned from here on. Empty for a program.
         on_event: Called with each event.
         port_option: What the user calls the port, for the message that it is taken.
+        takes_signals: Signals to this process stop the run.
 
     Raises:
         PortInUseError: The port, or the address, can't be bound.
@@ -62,7 +64,8 @@ def launch(
             _bind(launch_spec.master_addr, launch_spec.master_port, port_option)
         )
         launch_spec = _open_directories(launch_spec, listener.getsockname()[1])
-        context = _launch(launch_spec, image, on_event, [payload_fd, listener.fileno()])
+        fds = [payload_fd, listener.fileno()]
+        context = _launch(launch_spec, image, on_event, fds, takes_signals=takes_signals)
         listener.detach()  # both descriptors are the link's from here on
         on_failure.pop_all()
     paths.prune_runs()
@@ -124,6 +127,8 @@ def _launch(
     image: ProcessImage,
     on_event: Callable[[Event], None] | None,
     fds: list[int],
+    *,
+    takes_signals: bool,
 ) -> LauncherContext[Any]:
     """Hand the run over to the agent. From here on it lives."""
     key = key_of_launch(launch_spec, image)
@@ -134,7 +139,8 @@ def _launch(
     )
     console_spec, console_fds = console.describe()
     launch = Launch(spec=launch_spec, key=key, image=image, console=console_spec)
-    stop_signals.run_began(context)
+    if takes_signals:
+        stop_signals.run_began(context)
     launcher_exit.keep(context)
     link.subscribe(launch_spec.run_id, context)
     link.send(launch, [*fds, *console_fds])

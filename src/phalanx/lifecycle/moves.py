@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -44,7 +45,15 @@ def open_generation(state: GroupState, generation: int, now: float) -> Step:
     )
 
 
-def stop_all(state: GroupState, now: float, *, goal: Goal, grace_s: float, polite: bool) -> Step:
+def stop_all(
+    state: GroupState,
+    now: float,
+    *,
+    goal: Goal,
+    grace_s: float,
+    polite: bool,
+    signum: int = signal.SIGTERM.value,
+) -> Step:
     """Ask everybody to end, and go to `stopping` (or past it, when nobody is left)."""
     workers: list[WorkerState] = []
     orders: list[do.Command] = []
@@ -55,7 +64,7 @@ def stop_all(state: GroupState, now: float, *, goal: Goal, grace_s: float, polit
         if worker.phase == "pending":
             orders.append(do.CancelStart(rank=worker.rank))
         elif worker.phase in ("starting", "running"):
-            orders.append(do.StopWorker(rank=worker.rank, polite=polite))
+            orders.append(do.StopWorker(rank=worker.rank, polite=polite, signum=signum))
         workers.append(replace(worker, due_s=now + grace_s))
     stopping = replace(
         state, phase="stopping", goal=goal, workers=tuple(workers), verdict_due_s=None

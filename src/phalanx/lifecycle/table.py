@@ -234,7 +234,9 @@ def _exited_while_stopping(state: GroupState, event: ev.WorkerExited, now: float
 
 
 def _stop(state: GroupState, event: ev.StopRequested, now: float) -> Step:
-    state, orders = moves.stop_all(state, now, goal="stop", grace_s=event.grace_s, polite=True)
+    state, orders = moves.stop_all(
+        state, now, goal="stop", grace_s=event.grace_s, polite=True, signum=event.signum
+    )
     return state, (do.AnnounceStop(), *orders)
 
 

@@ -89,22 +89,22 @@ def _set_standard_streams() -> None:
 
 
 def _reset_libraries(environment: dict[str, str]) -> None:
-    numpy = sys.modules.get("numpy")
     numpy_random = sys.modules.get("numpy.random")  # imported by numpy when it is first used
     if numpy_random is not None:
         numpy_random.seed()
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.random.default_generator.seed()  # a fresh process draws its seed, too
-    _set_threads(torch, numpy, environment)
+    set_threads(environment)
 
 
-def _set_threads(torch: Any, numpy: Any, environment: dict[str, str]) -> None:  # noqa: ANN401
+def set_threads(environment: dict[str, str]) -> None:
     """Set thread counts by call: the runtimes read their variables at import, which is past.
 
     The preload ran under OPENBLAS_NUM_THREADS=1, since OpenBLAS starts its threads when it
     is loaded.
     """
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     wanted = _count(environment.get("OMP_NUM_THREADS"))
     if torch is not None and wanted is not None:
         torch.set_num_threads(wanted)
