@@ -295,9 +295,6 @@ class TcpStore(Peer):
     def after_put(self) -> None:
         self._store.check(["key"])  # `set` returns before the store has it: readers see the old
 
-    def after_put(self) -> None:
-        self._store.check(["key"])  # `set` returns before the store has it: readers see the old
-
     def get(self, like: Any) -> Any:
         import torch
 

@@ -61,7 +61,9 @@ def filtered_file(log_dir: Path, generation: int, stream: str) -> Path:
 
 def new_run_id() -> str:
     """Return a name for a run that sorts by time and is not taken."""
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+    seconds, rest = divmod(time.time_ns(), 10**9)
+    moment = time.strftime("%Y%m%d-%H%M%S", time.localtime(seconds))
+    return f"{moment}-{rest // 1000:05x}{secrets.token_hex(1)}"
 
 
 def runs_root() -> Path:

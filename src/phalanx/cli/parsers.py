@@ -18,6 +18,9 @@ _WIDTH = 80
 class Parser(argparse.ArgumentParser):
     """Raises a `UsageError` that names the command."""
 
+    about_options = ""
+    """What else to say of an unknown option."""
+
     def error(self, message: str) -> NoReturn:
         """See argparse."""
         # One spelling is enough.
@@ -46,10 +49,7 @@ class Parser(argparse.ArgumentParser):
             option for option in options if option.startswith(spelled)
         ]
         hint = f"did you mean {near[0]}?" if near else f"`{self.prog} --help` shows all."
-        self.refuse(f"there is no option {name}; {hint}{self.about_options}")
-
-    about_options = ""
-    """What else to say of an unknown option."""
+        return self.refuse(f"there is no option {name}; {hint}{self.about_options}")
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
