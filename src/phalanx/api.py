@@ -44,6 +44,7 @@ def start_processes(
     console: Literal["all", "none"] | Collection[int] = "all",
     grace: Duration = 30.0,
     start_timeout: Duration = 300.0,
+    hang_timeout: Duration | None = None,
     store_limit: int | None = None,
     on_event: Callable[[Event], None] | None = None,
 ) -> SubprocessContext[R]:
@@ -77,6 +78,11 @@ def start_processes(
         console: Which ranks print to the console, with a prefix.
         grace: Seconds (or timedelta) that workers have to finish when the run is stopped.
         start_timeout: Seconds (or timedelta) in which a worker must reach `main_function`.
+        hang_timeout: Seconds (or timedelta) after which a worker that shows no sign of life counts
+            as failed: it is killed, and the failure says where all ranks were. Signs are
+            ``optimizer.step()``, `SubprocessContext.heartbeat`, `report`, `barrier`,
+            `should_stop`, `synchronize`, what is done with the tensor store, and output. So
+            allow for the longest step, evaluation or checkpoint. None: nobody watches.
         store_limit: Bytes that the tensor store may hold; None: half of the memory that the
             machine (or the container) has.
         on_event: Called with each event, in order, in a thread of its own.
@@ -118,6 +124,9 @@ def start_processes(
         console_ranks=_console_ranks(console, world_size),
         grace_s=spec.to_seconds("grace", grace),
         start_timeout_s=spec.to_seconds("start_timeout", start_timeout),
+        hang_timeout_s=None
+        if hang_timeout is None
+        else spec.to_seconds("hang_timeout", hang_timeout, above_zero=True),
         store_limit=store_limit,
         master_port=main_process_port,
     )

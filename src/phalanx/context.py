@@ -145,7 +145,10 @@ class SubprocessContext(SharedTensors, Generic[R]):
         _only_in_a_worker("should_stop()")
 
     def heartbeat(self, *, step: int | None = None) -> None:
-        """Note that this worker got on, and optionally at which step it is. A memory write."""
+        """Note that this worker got on, and optionally at which step it is. A memory write.
+
+        A sign of life, for `start_processes(hang_timeout=…)`.
+        """
         _only_in_a_worker("heartbeat()")
 
     def report(self, **metrics: float | str | bool | None) -> None:
@@ -260,6 +263,16 @@ class SubprocessContext(SharedTensors, Generic[R]):
     def pids(self) -> dict[int, int]:
         """Return the process ids of the living workers, by rank."""
         _only_in_the_launcher("pids()")
+
+    def dump_stacks(self) -> dict[int, str]:
+        """Return where each living worker is, by rank. Blocks for up to about a second.
+
+        A text has a line per call of the worker's main thread, as a traceback has it, the
+        innermost last; nothing is interrupted by that. A process that can't say (it is stopped,
+        or no Python) has ``no Python stack`` and its state instead. `phalanx stacks` asks from
+        another terminal.
+        """
+        _only_in_the_launcher("dump_stacks()")
 
     @property
     def state(self) -> GroupPhase:

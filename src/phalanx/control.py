@@ -36,14 +36,27 @@ class KillRank(Message, frozen=True, kw_only=True):
     rank: int
 
 
+class ShowStacks(Message, frozen=True, kw_only=True):
+    """Say where the workers are, or one of them."""
+
+    run_id: str
+    rank: int | None = None
+
+
 class Answered(Message, frozen=True, kw_only=True):
-    """A wish is being carried out, or there is a problem and nothing was done."""
+    """A wish is being carried out, or there is a problem and nothing was done.
+
+    Attributes:
+        problem: What is in the way.
+        stacks: Where the workers are, by rank, if that was the wish.
+    """
 
     problem: str | None = None
+    stacks: dict[int, str] | None = None
 
 
-Wish: TypeAlias = StopRun | KillRun | KillRank
-VisitorMessage: TypeAlias = Visit | StopRun | KillRun | KillRank
+Wish: TypeAlias = StopRun | KillRun | KillRank | ShowStacks
+VisitorMessage: TypeAlias = Visit | StopRun | KillRun | KillRank | ShowStacks
 Request: TypeAlias = LauncherMessage | VisitorMessage
 """Whatever may come in at the agent's socket."""
 

@@ -124,6 +124,13 @@ class WorkerExited(EventBase, frozen=True, kw_only=True):
     native_stack: str | None = None
 
 
+class WorkerHung(EventBase, frozen=True, kw_only=True):
+    """The worker has shown no sign of life for ``hang_timeout``, its run's limit."""
+
+    rank: int
+    failure: Failure
+
+
 class WorkerReported(EventBase, frozen=True, kw_only=True):
     """The user's code called ``context.report(**metrics)``."""
 
@@ -192,6 +199,7 @@ Event: TypeAlias = (
     | WorkerReturned
     | WorkerRaised
     | WorkerExited
+    | WorkerHung
     | WorkerReported
     | StartFailed
     | StartCancelled

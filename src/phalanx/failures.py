@@ -36,12 +36,12 @@ class Signaled(msgspec.Struct, frozen=True, tag="signaled", tag_field="kind"):
 Exit: TypeAlias = Exited | Signaled
 """How a process ended: never a bare integer."""
 
-Cause: TypeAlias = Literal["exception", "exit", "signal", "startup"]
+Cause: TypeAlias = Literal["exception", "exit", "signal", "startup", "hang"]
 """What kind of thing a failure was.
 
 ``exception``: the user's function raised. ``exit``: the process left with a non-zero code
 and no exception was seen. ``signal``: a signal ended it. ``startup``: it never reached the
-user's code.
+user's code. ``hang``: it showed no sign of life for ``hang_timeout``, and was killed.
 """
 
 Kind: TypeAlias = Literal["primary", "effect", "stopped"]
@@ -64,7 +64,9 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         exit: How the process ended, once that is known.
         type_name: Qualified name of the exception's class, where there was one.
         message: The exception's text, or a sentence on what happened.
-        traceback: The traceback as Python prints it, from the worker.
+        traceback: The traceback as Python prints it, from the worker; of a hang, the stack that
+            the rank was in.
+        stacks: Of a hang: the stacks that all ranks were in, equal ones together.
         native_stack: What faulthandler wrote when a fatal signal came.
         log_tail: The last lines that the rank printed.
         at: Seconds since the epoch.
@@ -83,6 +85,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     exit: Exit | None = None
     type_name: str | None = None
     traceback: str | None = None
+    stacks: str = ""
     native_stack: str | None = None
     log_tail: str = ""
     at: float = 0.0

@@ -264,6 +264,15 @@ def parent_and_session(pid: int) -> tuple[int, int]:
     return int(fields[1]), int(fields[3])
 
 
+def process_state(pid: int) -> str:
+    """Return a process' state as a letter, as ``S``, ``T`` or ``D``; empty when it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return ""
+    return stat[stat.rindex(b")") + 2 :][:1].decode()
+
+
 def environment_value(pid: int, name: str) -> str | None:
     """Return a variable of the environment that a process was started with."""
     try:

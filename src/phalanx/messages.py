@@ -135,6 +135,13 @@ class InputLine(Message, frozen=True, kw_only=True):
     text: str
 
 
+class AskForStacks(Message, frozen=True, kw_only=True):
+    """Say where the workers are; answered by StacksFound with the same `ticket`."""
+
+    run_id: str
+    ticket: int
+
+
 class OpenStore(Message, frozen=True, kw_only=True):
     """Converse with a run's tensor store (`phalanx.store.messages`); fds: the agent's end."""
 
@@ -158,6 +165,7 @@ LauncherMessage: TypeAlias = (
     | RestartRun
     | ConsoleTaken
     | InputLine
+    | AskForStacks
     | OpenStore
     | CloseStore
 )
@@ -196,6 +204,14 @@ class InputWanted(Message, frozen=True, kw_only=True):
     prompt: str
 
 
+class StacksFound(Message, frozen=True, kw_only=True):
+    """Where the workers are, by rank: stacks as text, the innermost call last."""
+
+    run_id: str
+    ticket: int
+    stacks: dict[int, str]
+
+
 class RunFinished(Message, frozen=True, kw_only=True):
     """The last word on a run: everything it printed and reported was sent before."""
 
@@ -206,7 +222,7 @@ class RunFinished(Message, frozen=True, kw_only=True):
     failures: tuple[Failure, ...]
 
 
-AgentMessage: TypeAlias = Happened | Result | ConsoleText | InputWanted | RunFinished
+AgentMessage: TypeAlias = Happened | Result | ConsoleText | InputWanted | StacksFound | RunFinished
 
 # ── agent → fork server ──────────────────────────────────────────────────────────────────
 

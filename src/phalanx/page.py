@@ -31,6 +31,7 @@ _SYNCHRONIZE_CALLS: Final = 3
 _PID: Final = 4
 _STACK_FD: Final = 5
 _STACK_INODE: Final = 6
+_SIGNS: Final = 7
 
 
 class ControlPage:
@@ -82,16 +83,22 @@ class ControlPage:
         return self._words[self._line(rank) + _POLLS_STOP] != 0
 
     def note_progress(self, rank: int, monotonic_ns: int, step: int | None = None) -> None:
-        """The worker got on; `step` is the user's own count."""
+        """The worker got on: a sign of life; `step` is the user's own count."""
         line = self._line(rank)
         if step is not None:
             self._words[line + _STEP] = step
         self._words[line + _PROGRESS_NS] = monotonic_ns
+        self._words[line + _SIGNS] += 1  # threads may lose one to each other: a count will do
 
     def progress(self, rank: int) -> tuple[int, int]:
         """Return a rank's last step and when it was (monotonic ns; 0: never)."""
         line = self._line(rank)
         return self._words[line + _STEP], self._words[line + _PROGRESS_NS]
+
+    def num_signs(self, rank: int) -> int:
+        """Return how often a rank noted that it got on."""
+        count: int = self._words[self._line(rank) + _SIGNS]
+        return count
 
     def note_synchronize(self, rank: int, calls: int) -> None:
         """The worker has come to that many `synchronize()` calls."""

@@ -148,6 +148,7 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     console_ranks: tuple[int, ...] = ()
     grace_s: float = 30.0
     start_timeout_s: float = 300.0
+    hang_timeout_s: float | None = None
     store_limit: int | None = None
     run_dir: str = ""
     program: Program | None = None
@@ -209,6 +210,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     has_store: bool = True
     program: Program | None = None
     numa_binding: NumaBinding | None = None
+    is_watched: bool = False
 
     @property
     def tag(self) -> str:
@@ -282,18 +284,19 @@ def check_backend(backend: str, registered: Iterable[str] = ()) -> None:
         )
 
 
-def to_seconds(name: str, value: Duration) -> float:
+def to_seconds(name: str, value: Duration, *, above_zero: bool = False) -> float:
     """Return a duration in seconds.
 
     Raises:
-        SpecError: It is negative, not finite, or no duration at all.
+        SpecError: It is negative (or zero, if it must be above), not finite, or no duration.
     """
     if isinstance(value, timedelta):
         value = value.total_seconds()
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise SpecError(f"{name} must be seconds or a timedelta, not {value!r}")
-    if not 0 <= value < float("inf"):
-        raise SpecError(f"{name} must be 0 seconds or more, not {value!r}")
+    if not 0 <= value < float("inf") or (above_zero and value == 0):
+        least = "more than 0 seconds" if above_zero else "0 seconds or more"
+        raise SpecError(f"{name} must be {least}, not {value!r}")
     return float(value)
 
 
@@ -314,6 +317,7 @@ def worker_spec(spec: LaunchSpec, rank: int, generation: int, restart_count: int
         backend=spec.backend,
         program=spec.program,
         numa_binding=spec.numa_binding,
+        is_watched=spec.hang_timeout_s is not None,
     )
 
 

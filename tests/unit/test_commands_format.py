@@ -33,6 +33,7 @@ EVENTS = (
     ev.WorkerReturned(rank=1),
     ev.WorkerRaised(rank=2, failure=FAILURE),
     ev.WorkerExited(rank=2, exit=Exited(1)),
+    ev.WorkerHung(rank=2, failure=FAILURE),
     ev.WorkerReported(rank=0, metrics={"loss": 0.5, "step": 3}),
     ev.StartFailed(rank=2, failure=FAILURE),
     ev.StartCancelled(rank=2),
@@ -61,7 +62,7 @@ def test_every_event_is_a_sentence_on_one_line():
     assert events_command.describe(ev.TimePassed()) is None
     assert said[1] == "run failed, 1 restart"
     assert said[5] == "generation 0 fell: rank 2 (ValueError: loss is); restarting"
-    assert said[13] == "rank 0 reports loss=0.5, step=3"
+    assert said[14] == "rank 0 reports loss=0.5, step=3"
 
 
 @pytest.mark.parametrize(

@@ -402,6 +402,69 @@ def test_a_recorded_log_replays():
     assert state.restart_count == 1
 
 
+def test_a_hang_is_a_failure_of_that_rank_and_sigkill_ends_it():
+    run = run_of(3, stubborn=frozenset({1}))
+    run.hang(1)
+    assert ordered(run, do.KillWorker) == [1]
+    assert ordered(run, do.StopWorker) == [0, 2]
+    assert run.state.phase == "failed"
+    first, *others = run.state.failures
+    assert (first.rank, first.cause, first.exit) == (1, "hang", SIGKILLED)
+    assert {failure.kind for failure in others} == {"stopped"}
+
+
+def test_a_hang_is_answered_by_a_restart_while_one_is_left():
+    run = run_of(3, max_restarts=1)
+    run.hang(2)
+    assert (run.state.phase, run.state.generation, run.state.restart_count) == ("running", 1, 1)
+    run.hang(2)
+    assert run.state.phase == "failed"
+
+
+def test_only_the_rank_that_hangs_is_started_again_where_that_was_asked_for():
+    run = run_of(3, max_restarts=1, restart="worker")
+    run.hang(2)
+    assert ordered(run, do.KillWorker) == [2]
+    assert ordered(run, do.StopWorker) == []
+    assert ordered(run, do.StartWorker) == [0, 1, 2, 2]
+    assert run.state.generation == 0
+
+
+def test_a_hang_that_is_noticed_too_late_is_none():
+    run = run_of(2, stubborn=frozenset({0, 1}))
+    stale = Failure(rank=0, pid=1, cause="hang", message="of an earlier process")
+    run.feed(ev.WorkerHung(rank=0, failure=stale))
+    run.feed(ev.WorkerReturned(rank=1))
+    run.hang(1)
+    assert run.state.phase == "running"
+    run.feed(ev.StopRequested(grace_s=30))
+    run.hang(0)
+    assert run.state.phase == "stopping"
+    assert ordered(run, do.KillWorker) == []
+
+
+@pytest.mark.parametrize("restart", ["group", "worker"])
+def test_what_a_rank_says_after_its_hang_was_noticed_changes_nothing(restart):
+    said = Failure(rank=1, cause="exception", message="timeout of a collective")
+    for word in (ev.WorkerReturned(rank=1), ev.WorkerRaised(rank=1, failure=said)):
+        run = run_of(2, unkillable=frozenset({1}), max_restarts=1, restart=restart)
+        run.hang(1)
+        run.feed(word)
+        run.feed(ev.WorkerExited(rank=1, exit=SIGKILLED))
+        assert run.state.phase == "running"
+        assert run.state.restart_count == 1
+
+
+def test_a_rank_that_enters_after_its_time_to_start_was_over_does_no_harm():
+    run = run_of(2, start_timeout_s=5.0, slow=frozenset({1}), unkillable=frozenset({1}))
+    run.feed(ev.WorkerStarted(rank=1, pid=7))
+    run.pass_time(5)
+    run.feed(ev.WorkerEntered(rank=1))
+    run.feed(ev.WorkerReturned(rank=1))
+    run.feed(ev.WorkerExited(rank=1, exit=Exited(0)))
+    assert run.state.phase == "failed"
+
+
 _WISHES = (
     ev.StopRequested(grace_s=3.0),
     ev.KillRequested(),
@@ -436,7 +499,7 @@ def test_whatever_happens_a_run_comes_to_an_end(data):
 
 def _disturb(run: FakeProcesses, data) -> None:
     living = [w for w in run.state.workers if w.alive]
-    choice = data.draw(st.sampled_from(["die", "fail", "lost", "finish", "wish", "time"]))
+    choice = data.draw(st.sampled_from(["die", "fail", "lost", "finish", "hang", "wish", "time"]))
     if choice == "wish":
         run.feed(data.draw(st.sampled_from(_WISHES)))
     elif choice == "time":
@@ -447,6 +510,8 @@ def _disturb(run: FakeProcesses, data) -> None:
             run.die(worker.rank, signal.SIGKILL)
         elif worker.phase == "running" and choice == "finish":
             run.finish(worker.rank)
+        elif choice == "hang":
+            run.hang(worker.rank)
         elif worker.phase == "running":
             run.fail(worker.rank, lost_peer(worker.rank) if choice == "lost" else None)
 

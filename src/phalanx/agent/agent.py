@@ -20,9 +20,10 @@ from phalanx.agent.forkservers import ForkServers
 from phalanx.agent.run import Run
 from phalanx.agent.tensors import RunTensors
 from phalanx.agent.visitors import Visitors
-from phalanx.control import KillRank, Request, Visit, is_own_user
+from phalanx.control import KillRank, Request, ShowStacks, Visit, is_own_user
 from phalanx.errors import FrameError
 from phalanx.messages import (
+    AskForStacks,
     CloseStore,
     ConsoleTaken,
     ForkServerKey,
@@ -35,6 +36,7 @@ from phalanx.messages import (
     PassSignal,
     Prewarm,
     RestartRun,
+    StacksFound,
     StopRun,
 )
 
@@ -155,7 +157,7 @@ class Agent:
             self._visitors.welcome(connection)
         if connection in self._visitors:
             self._on_visitor(connection, message, fds)
-        elif isinstance(message, Visit | KillRank):
+        elif isinstance(message, Visit | KillRank | ShowStacks):
             self._hang_up(connection)
         else:
             self._on_launcher(connection, message, fds)
@@ -223,7 +225,8 @@ class Agent:
 
 
 def _pass_on(
-    run: Run, message: StopRun | KillRun | PassSignal | RestartRun | ConsoleTaken | InputLine
+    run: Run,
+    message: StopRun | KillRun | PassSignal | RestartRun | ConsoleTaken | InputLine | AskForStacks,
 ) -> None:
     match message:
         case StopRun(grace_s=grace_s, reason=reason, signum=signum):
@@ -240,3 +243,7 @@ def _pass_on(
             run.output.taken(stream, num_bytes)
         case InputLine(rank=rank, text=text):
             run.answer(rank, text)
+        case AskForStacks(run_id=run_id, ticket=ticket):
+            run.ask_for_stacks(
+                lambda stacks: run.tell(StacksFound(run_id=run_id, ticket=ticket, stacks=stacks))
+            )

@@ -173,12 +173,18 @@ class Generation:
 
     def kill_rank(self, rank: int) -> str | None:
         """End one worker by SIGKILL; return what is in the way, or None."""
+        problem = self.why_no_process(rank)
+        if problem is None:
+            self.workers[rank].signal(signal.SIGKILL)
+        return problem
+
+    def why_no_process(self, rank: int) -> str | None:
+        """Return why a rank can't be asked for anything, or None."""
         size = self._spec.world_size
         if not 0 <= rank < size:
             return f"there is no rank {rank} among {size}: they are 0–{size - 1}"
         if rank not in self.workers or not self.workers[rank].exists:
             return f"rank {rank} has no process at the moment"
-        self.workers[rank].signal(signal.SIGKILL)
         return None
 
     def kill_now(self) -> None:

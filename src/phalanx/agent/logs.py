@@ -9,6 +9,7 @@ at once, and a quiet pipe costs nothing.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -55,6 +56,8 @@ class StreamPump:
         self._listening = False
         self._at_end = False
         self._closed = False
+        self._heard_s: float | None = None
+        self._held_up = False
         self._listen()
 
     def drain(self) -> None:
@@ -65,6 +68,13 @@ class StreamPump:
     def tail(self) -> bytes:
         """Return the last bytes that came."""
         return self._tail
+
+    def heard_s(self) -> float | None:
+        """Return when something came last (monotonic); None: never.
+
+        That is now while a console that does not keep up holds its writer up.
+        """
+        return time.monotonic() if self._held_up else self._heard_s
 
     def close(self) -> None:
         """Write out a line that was not ended, and let go of the pipe."""
@@ -88,6 +98,7 @@ class StreamPump:
     def _listen(self) -> None:
         if not self._listening and not self._closed:
             self._listening = True
+            self._held_up = False
             self._loop.add_reader(self._fd, self._on_readable)
 
     def _stop_listening(self) -> None:
@@ -107,6 +118,7 @@ class StreamPump:
             return  # there is more: it has gathered already
         self._stop_listening()
         if console is not None and behind:
+            self._held_up = True
             console.when_below(_LOW_WATER, self._listen)
         else:
             self._timer = self._loop.call_later(_GATHER_S, self._listen)
@@ -120,6 +132,7 @@ class StreamPump:
         if not data:
             self._at_end = True
             return 0
+        self._heard_s = time.monotonic()
         if self._file is not None:
             self._file.write(data)
         if self._matching is not None:
@@ -175,6 +188,35 @@ class FileSink:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+
+class GrowingFile:
+    """Notices when a file that a worker writes without us has been written to."""
+
+    def __init__(self, path: str) -> None:
+        """Look at it for the first time."""
+        self._path = path
+        self._looked_s = time.monotonic()
+        self._last = self._stamp()
+        self._heard_s: float | None = None
+
+    def heard_s(self) -> float | None:
+        """Return when it was written to last (monotonic), if it was since the first look."""
+        now = time.monotonic()
+        stamp = self._stamp()
+        if stamp != self._last:
+            # By the clock on the wall, which may have been set: between two looks, or just now.
+            ago_s = time.time() - stamp[0] / 1e9
+            self._heard_s = now - ago_s if 0 <= ago_s <= now - self._looked_s else now
+        self._last, self._looked_s = stamp, now
+        return self._heard_s
+
+    def _stamp(self) -> tuple[int, int]:
+        try:
+            status = os.stat(self._path)  # noqa: PTH116 - a string is at hand
+        except OSError:
+            return 0, 0
+        return status.st_mtime_ns, status.st_size
 
 
 class MatchingLines:

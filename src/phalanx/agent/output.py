@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from phalanx import kernel
 from phalanx.agent.consoles import Consoles, DescriptorSink, RelaySink
-from phalanx.agent.logs import FileSink, MatchingLines, StreamPump
+from phalanx.agent.logs import FileSink, GrowingFile, MatchingLines, StreamPump
 from phalanx.messages import ConsoleKind, ConsoleText
 from phalanx.paths import RunPaths, filtered_file, log_file
 from phalanx.spec import StreamOutput
@@ -59,6 +59,7 @@ class RunOutput:
         self._given_up = False
         self._pumps: dict[int, dict[Stream, StreamPump]] = {}
         self._files: dict[int, dict[Stream, str]] = {}
+        self._growing: dict[int, list[GrowingFile]] = {}
 
     def begin(self, rank: int, generation: int) -> tuple[int, int]:
         """Return what a worker is to use as standard output and error; the caller owns them."""
@@ -143,9 +144,21 @@ class RunOutput:
         )
         return text.decode("utf-8", "backslashreplace")
 
+    def heard_s(self, rank: int) -> float | None:
+        """Return when a rank printed last (monotonic).
+
+        None: never, or, what goes straight to a file, not since this was asked first.
+        """
+        if rank not in self._growing:
+            self._growing[rank] = [GrowingFile(path) for path in self._files.get(rank, {}).values()]
+        streams: list[StreamPump | GrowingFile] = [*self._pumps.get(rank, {}).values()]
+        times = [stream.heard_s() for stream in (*streams, *self._growing[rank])]
+        return max((at_s for at_s in times if at_s is not None), default=None)
+
     def end(self, rank: int) -> None:
         """A worker has ended and been drained."""
         self._files.pop(rank, None)
+        self._growing.pop(rank, None)
         for pump in self._pumps.pop(rank, {}).values():
             pump.close()
 

@@ -21,9 +21,11 @@ from phalanx import commands as do
 from phalanx import events as ev
 from phalanx import kernel, lifecycle
 from phalanx.agent.generation import Generation, RunResources
+from phalanx.agent.hangs import HangWatch
 from phalanx.agent.output import RunOutput
 from phalanx.agent.recorder import Recorder
 from phalanx.agent.records import record_of_error_file, record_of_no_start
+from phalanx.agent.stacks import Roundup
 from phalanx.agent.tensors import RunTensors
 from phalanx.agent.worker import WorkerProcess
 from phalanx.failures import Exited, Failure, by_cause
@@ -100,6 +102,7 @@ class Run:
         self._generation: Generation | None = None
         self._dropped_reports = 0
         self._state: lifecycle.GroupState | None = None
+        self._hang_watch = self._make_hang_watch()
 
     # ── in ───────────────────────────────────────────────────────────────────────────────
 
@@ -146,6 +149,8 @@ class Run:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._hang_watch is not None and self._state is not None:
+            self._hang_watch.follow(self._state)
         due_s = None if self._state is None else lifecycle.next_deadline(self._state)
         if due_s is not None:
             self._timer = self._loop.call_at(due_s, self.feed, ev.TimePassed())
@@ -213,6 +218,18 @@ class Run:
         """Whether there may be another start: a command without restarts starts once."""
         return self.spec.program is None or self.spec.max_restarts > 0
 
+    def _make_hang_watch(self) -> HangWatch | None:
+        timeout_s = self.spec.hang_timeout_s
+        if timeout_s is None:
+            return None
+        return HangWatch(
+            self._loop, timeout_s, self._page, self.output, lambda: self._workers, self.feed
+        )
+
+    @property
+    def _workers(self) -> dict[int, WorkerProcess]:
+        return {} if self._generation is None else self._generation.workers
+
     @property
     def _group(self) -> Generation:
         assert self._generation is not None  # noqa: S101 - opened by the first order
@@ -278,6 +295,8 @@ class Run:
             case DebuggerText(text=text):
                 self.output.write_plain(text)
             case DebuggerInput(prompt=prompt):
+                if self._hang_watch is not None:
+                    self._hang_watch.debugger_waits(rank)
                 self.tell(InputWanted(run_id=run_id, rank=rank, prompt=prompt))
 
     def on_worker_exited(self, worker: WorkerProcess, exit_: Exit) -> None:
@@ -315,8 +334,10 @@ class Run:
 
     def answer(self, rank: int, text: str) -> None:
         """Pass a line on to the debugger of a rank."""
-        if self._generation is not None and rank in self._generation.workers:
-            self._generation.workers[rank].answer(text)
+        if self._hang_watch is not None:
+            self._hang_watch.debugger_goes_on(rank)
+        if rank in self._workers:
+            self._workers[rank].answer(text)
 
     def belongs_to(self, launcher: Connection[Request]) -> bool:
         """Whether this connection asked for the run."""
@@ -327,8 +348,7 @@ class Run:
 
         To any other worker it would be the end.
         """
-        workers = () if self._generation is None else self._generation.workers.values()
-        takers = [worker for worker in workers if worker.catches(signum)]
+        takers = [worker for worker in self._workers.values() if worker.catches(signum)]
         for worker in takers:
             worker.signal(signum)
         if not takers:
@@ -343,6 +363,19 @@ class Run:
     def kill_rank(self, rank: int) -> str | None:
         """End one worker by SIGKILL; return what is in the way, or None."""
         return self._group.kill_rank(rank)
+
+    def ask_for_stacks(self, then: Callable[[dict[int, str]], None]) -> None:
+        """Call back, within about half a second, with where each living worker is."""
+        Roundup(
+            self._loop,
+            self._page,
+            self._workers.values(),
+            lambda stacks: then({rank: stack.text for rank, stack in stacks.items()}),
+        )
+
+    def why_no_process(self, rank: int) -> str | None:
+        """Return why a rank can't be asked for anything, or None."""
+        return self._group.why_no_process(rank)
 
     # ── its end ──────────────────────────────────────────────────────────────────────────
 
@@ -396,6 +429,8 @@ class Run:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._hang_watch is not None:
+            self._hang_watch.stop()
         if self._generation is not None:
             self._generation.release()
         self._recorder.close()

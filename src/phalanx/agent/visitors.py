@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from phalanx import events as ev
-from phalanx.control import CONTROL_MODE, Answered, ControlFile, KillRank, Visit
+from phalanx.control import CONTROL_MODE, Answered, ControlFile, KillRank, ShowStacks, Visit
 from phalanx.errors import RunDirectoryError
 from phalanx.messages import KillRun, StopRun
 from phalanx.paths import RunPaths, write_whole
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from phalanx.agent.connection import Connection
     from phalanx.agent.run import Run
-    from phalanx.control import Request, Wish
+    from phalanx.control import Request
 
 
 class Visitors:
@@ -86,14 +86,32 @@ class Visitors:
                 pass
             case StopRun() | KillRun() | KillRank():
                 connection.send(Answered(problem=self._carry_out(message)))
+            case ShowStacks(run_id=run_id, rank=rank):
+                self._show_stacks(connection, run_id, rank)
             case _:
                 hang_up()
 
-    def _carry_out(self, wish: Wish) -> str | None:
+    def _show_stacks(self, connection: Connection[Request], run_id: str, rank: int | None) -> None:
+        """Answer later, if the visitor is still there then."""
+        run = self._runs.get(run_id)
+        problem = _has_ended(run_id) if run is None else None
+        if run is not None and rank is not None:
+            problem = run.why_no_process(rank)
+        if run is None or problem is not None:
+            connection.send(Answered(problem=problem))
+            return
+
+        def answer(stacks: dict[int, str]) -> None:
+            chosen = stacks if rank is None else {rank: stacks[rank]} if rank in stacks else {}
+            connection.send(Answered(stacks=chosen))
+
+        run.ask_for_stacks(answer)
+
+    def _carry_out(self, wish: StopRun | KillRun | KillRank) -> str | None:
         """Return what is in the way; None: nothing."""
         run = self._runs.get(wish.run_id)
         if run is None:
-            return f"run {wish.run_id} has ended"
+            return _has_ended(wish.run_id)
         match wish:
             case StopRun(grace_s=grace_s, reason=reason):
                 grace_s = run.spec.grace_s if grace_s is None else max(0.0, grace_s)
@@ -103,6 +121,10 @@ class Visitors:
             case KillRank(rank=rank):
                 return run.kill_rank(rank)
         return None
+
+
+def _has_ended(run_id: str) -> str:
+    return f"run {run_id} has ended"
 
 
 def _control_path(run: Run) -> Path:

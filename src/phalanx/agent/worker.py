@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from phalanx import kernel
 from phalanx.agent.connection import Connection
 from phalanx.messages import InputLine, MakeWorker, WorkerMessage
+from phalanx.whereabouts import QUESTION
 
 if TYPE_CHECKING:
     import asyncio
@@ -19,9 +20,12 @@ if TYPE_CHECKING:
     from phalanx.agent.forkservers import ForkServer, NotMade
     from phalanx.errors import FrameError
     from phalanx.failures import Exit
+    from phalanx.page import ControlPage
     from phalanx.spec import ProcessImage, WorkerSpec
 
 _MAX_NATIVE_STACK = 64 * 1024
+_FATAL = "Fatal Python error"
+"""How faulthandler begins when a signal ends the process; before it there may be answers."""
 
 
 class WorkerOwner(Protocol):
@@ -136,8 +140,37 @@ class WorkerProcess:
         """Return what faulthandler wrote, if a fatal signal made it write."""
         if self._native_fd is None:
             return None
-        text = os.pread(self._native_fd, _MAX_NATIVE_STACK, 0)
-        return text.decode("utf-8", "backslashreplace") or None
+        _, fatal, rest = self._written(0).rpartition(_FATAL)
+        return f"{fatal}{rest}" if fatal else None
+
+    def ask_for_stack(self, page: ControlPage) -> int | None:
+        """Have it write where it is, and return from which byte on it will; None: it can't.
+
+        A process that has not said that it answers is sent nothing.
+        """
+        pid, _, inode = page.stack_file(self.rank)
+        fd = self._native_fd
+        if fd is None or pid != self.pid or os.fstat(fd).st_ino != inode:
+            return None
+        if self.stack_size() > _MAX_NATIVE_STACK // 2:  # earlier answers; the offset is shared
+            os.ftruncate(fd, 0)
+            os.lseek(fd, 0, os.SEEK_SET)
+        start = self.stack_size()
+        self.signal(QUESTION)
+        return start
+
+    def stack_size(self) -> int:
+        """Return how many bytes it has written there."""
+        return 0 if self._native_fd is None else os.fstat(self._native_fd).st_size
+
+    def stack_text(self, start: int) -> str:
+        """Return what it has written from a byte on."""
+        return "" if self._native_fd is None else self._written(start)
+
+    def _written(self, start: int) -> str:
+        assert self._native_fd is not None  # noqa: S101 - the callers look
+        text = os.pread(self._native_fd, _MAX_NATIVE_STACK, start)
+        return text.decode("utf-8", "backslashreplace")
 
     # ── the fork server says ─────────────────────────────────────────────────────────────
 

@@ -23,9 +23,10 @@ COMMANDS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "events": parsers.events_parser,
     "stop": parsers.stop_parser,
     "kill": parsers.kill_parser,
+    "stacks": parsers.stacks_parser,
     "completion": parsers.completion_parser,
 }
-_LIVING = ("stop", "kill")
+_LIVING = ("stop", "kill", "stacks")
 _KEPT = ("logs", "events")
 
 

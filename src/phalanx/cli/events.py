@@ -102,6 +102,8 @@ def _describe_rank(event: ev.Event) -> str:  # noqa: PLR0911 - one arm per event
             return f"rank {rank} raised {_one_line(failure.headline())}"
         case ev.WorkerExited(rank=rank, exit=exit_):
             return f"rank {rank} ended: {exit_}"
+        case ev.WorkerHung(rank=rank, failure=failure):
+            return f"rank {rank} hangs: {_one_line(failure.headline())}"
         case ev.WorkerReported(rank=rank, metrics=metrics):
             values = ", ".join(f"{name}={value}" for name, value in metrics.items())
             return f"rank {rank} reports {_one_line(values)}"

@@ -39,6 +39,17 @@ def seconds(text: str) -> float:
     return value
 
 
+def some_seconds(text: str) -> float:
+    """Read a duration that is none of zero."""
+    try:
+        value = seconds(text)
+    except argparse.ArgumentTypeError:
+        value = 0.0
+    if value == 0:
+        raise _wrong(text, "seconds, more than 0")
+    return value
+
+
 def flag(text: str) -> bool:
     """Read a flag's variable: a number, as for torchrun, or a word."""
     words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}

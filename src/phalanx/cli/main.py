@@ -21,6 +21,7 @@ commands:
   events      show what happened in a run
   stop        stop a run, and wait until it has ended
   kill        end a run at once, or one rank of it
+  stacks      show where the workers of a run are in their code
   completion  print a script that has bash, zsh or fish complete commands
 
 options:
@@ -30,8 +31,8 @@ options:
 example:
   phalanx run --nproc-per-node 4 train.py --epochs 10
 """
-COMMANDS = ("run", "ps", "logs", "events", "stop", "kill", "completion")
-_MODULES = {"stop": "control", "kill": "control"}
+COMMANDS = ("run", "ps", "logs", "events", "stop", "kill", "stacks", "completion")
+_MODULES = {"stop": "control", "kill": "control", "stacks": "control"}
 """Where a command's function is, if not in the module of its name."""
 
 

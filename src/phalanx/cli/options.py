@@ -19,7 +19,15 @@ from phalanx.cli.usage import UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-_NO_VARIABLE = ("logs_specs", "numa_binding", "preload", "restart", "grace", "json")
+_NO_VARIABLE = (
+    "logs_specs",
+    "numa_binding",
+    "preload",
+    "restart",
+    "grace",
+    "hang_timeout",
+    "json",
+)
 """Options that no PET_* variable sets."""
 
 _USAGE = """\
@@ -34,7 +42,8 @@ PET_* variables. Options after the script belong to the script."""
 
 _CLOSING = """\
 The exit code is 0; or that of the worker that failed first (128 + n if signal n
-ended it); 130 after Ctrl-C; 143 after a SIGTERM that stopped the run.
+ended it, so 137 if it hung and was killed); 130 after Ctrl-C; 143 after a
+SIGTERM that stopped the run.
 
 examples:
   phalanx run --nproc-per-node 4 train.py --epochs 10
@@ -213,6 +222,11 @@ def _add_failures(parser: Parser) -> None:
     add(
         "--grace", "--shutdown-timeout", metavar="S", type=formats.seconds, dest="shutdown_timeout",
         help="seconds that workers have to finish when the run is stopped; default: 30",
+    )  # fmt: skip
+    add(
+        "--hang-timeout", metavar="S", type=formats.some_seconds,
+        help="kill a worker that shows no sign of life for S seconds: no optimizer step, no "
+        "output, no heartbeat; it counts as a failure. Default: nobody watches",
     )  # fmt: skip
     add(
         "--signals-to-handle", metavar="NAMES", type=formats.signals,

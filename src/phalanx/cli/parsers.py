@@ -147,6 +147,17 @@ def kill_parser() -> Parser:
     return parser
 
 
+def stacks_parser() -> Parser:
+    """Options of ``phalanx stacks``."""
+    about = """\
+Shows where the workers of a run are in their code, ranks that are in the same
+place together. Nothing is interrupted by that."""
+    parser = _make("stacks", "[options] [RUN]", about)
+    _add_run(parser)
+    parser.add_argument("--rank", metavar="R", type=formats.count, help="only this rank")
+    return parser
+
+
 def completion_parser() -> Parser:
     """Options of ``phalanx completion``."""
     about = """\

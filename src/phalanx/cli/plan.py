@@ -55,6 +55,7 @@ def plan(options: Options) -> tuple[LaunchSpec, ProcessImage]:
         log_dir=None if values.log_dir is None else str(Path(values.log_dir).absolute()),
         console_ranks=tuple(range(num_workers)),
         grace_s=_grace_s(values),
+        hang_timeout_s=values.hang_timeout,
         program=program,
         role=values.role,
         elastic_run_id=None if standalone else values.rdzv_id,

@@ -20,6 +20,7 @@ from phalanx.launcher import exit as launcher_exit
 from phalanx.launcher.outcome import failure_of, load_return
 from phalanx.launcher.report import log_event
 from phalanx.launcher.signals import stop_signals
+from phalanx.launcher.stacks import StackQuestions
 from phalanx.launcher.tensors import StoreAccess
 from phalanx.messages import (
     ConsoleText,
@@ -31,6 +32,7 @@ from phalanx.messages import (
     RestartRun,
     Result,
     RunFinished,
+    StacksFound,
     StopRun,
 )
 from phalanx.spec import to_seconds
@@ -85,6 +87,7 @@ class LauncherContext(SubprocessContext[R]):
         self._returns: tuple[Any, ...] | None = None
         self._launched = False
         self._early: list[StopRun | KillRun | PassSignal] = []
+        self._stack_questions = StackQuestions(spec.run_id, link.send)
         self.looked_at = False
         # The store outlives the run, but not this object.
         self._store = StoreAccess(spec.run_id, link)
@@ -142,6 +145,12 @@ class LauncherContext(SubprocessContext[R]):
         """Return the process ids of the living workers, by rank."""
         with self._changed:
             return dict(sorted(self._pids.items()))
+
+    def dump_stacks(self) -> dict[int, str]:
+        """Return where the living workers are, by rank."""
+        if self.ended or os.getpid() != self._owner_pid:
+            return {}
+        return self._stack_questions.ask()
 
     def wait(self, timeout: Duration | None = None) -> RunResult[R]:
         """Wait until the run has ended."""
@@ -276,6 +285,8 @@ class LauncherContext(SubprocessContext[R]):
                 with self._changed:
                     self._questions.append(message)
                     self._changed.notify_all()
+            case StacksFound():
+                self._stack_questions.answer(message)
             case RunFinished():
                 self._end(message)
 
@@ -336,6 +347,7 @@ class LauncherContext(SubprocessContext[R]):
             self._changed.notify_all()
         if self._callbacks is not None:
             self._callbacks.put(None)
+        self._stack_questions.close()
         self._link.unsubscribe(self.run_id)
         self._on_ended(self)
 

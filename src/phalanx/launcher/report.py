@@ -35,8 +35,10 @@ def log_event(event: ev.Event, spec: LaunchSpec) -> None:
                 "rank %d failed (%s); restarting all %d workers",
                 failure.rank, failure.headline(), spec.world_size,
             )  # fmt: skip
+            _log_stacks(failure)
         case ev.WorkerRestarted(rank=rank, failure=failure):
             _log.warning("rank %d failed (%s); restarting it", rank, failure.headline())
+            _log_stacks(failure)
         case ev.StopRequested(reason=reason, grace_s=grace_s) if reason.startswith("SIG"):
             _log.warning("%s: stopping (at most %g s; Ctrl-C again to kill)", reason, grace_s)
         case ev.StopRequested(reason=reason, grace_s=grace_s) if reason.startswith("phalanx"):
@@ -45,6 +47,12 @@ def log_event(event: ev.Event, spec: LaunchSpec) -> None:
             _log.warning("%s: killing", reason)
         case _:
             pass
+
+
+def _log_stacks(failure: Failure) -> None:
+    """Of a hang that is healed this is all that a person gets to see."""
+    if failure.stacks:
+        _log.warning("where the ranks were (innermost call last):\n%s", failure.stacks)
 
 
 def failure_page(spec: LaunchSpec, failures: tuple[Failure, ...], restart_count: int) -> str:
@@ -62,7 +70,10 @@ def failure_page(spec: LaunchSpec, failures: tuple[Failure, ...], restart_count:
         lines.append(f"  restarts  {restart_count} of {spec.max_restarts} were used")
     lines.append(f"  run       {spec.run_dir}")
     lines += _section("message", root.message if "\n" in root.message else "")
-    lines += _section("traceback", root.traceback or "")
+    if root.stacks:  # its own is the first of them
+        lines += _section("where the ranks were (innermost call last)", root.stacks)
+    else:
+        lines += _section("traceback", root.traceback or "")
     lines += _section("native stack", _native_stack(root))
     lines += _section("last lines of its log", _tail(root))
     if others:
@@ -97,6 +108,7 @@ def _how(failure: Failure, spec: LaunchSpec) -> str:
         "exit": left,
         "signal": "a signal from outside its code, or a crash in native code",
         "startup": "it never reached the user's code",
+        "hang": "it hung, and was killed",
     }
     how = causes[failure.cause]
     return f"{how} ({failure.exit})" if failure.exit is not None else how

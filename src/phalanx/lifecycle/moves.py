@@ -65,7 +65,8 @@ def stop_all(
             orders.append(do.CancelStart(rank=worker.rank))
         elif worker.phase in ("starting", "running"):
             orders.append(do.StopWorker(rank=worker.rank, polite=polite, signum=signum))
-        workers.append(replace(worker, due_s=now + grace_s))
+        due_s = worker.due_s if worker.killed else now + grace_s
+        workers.append(replace(worker, due_s=due_s))
     stopping = replace(
         state, phase="stopping", goal=goal, workers=tuple(workers), verdict_due_s=None
     )

@@ -146,21 +146,23 @@ def _entered(state: GroupState, event: ev.WorkerEntered, now: float) -> Step:
 
 def _entered_while_stopping(state: GroupState, event: ev.WorkerEntered, now: float) -> Step:
     del now
-    worker = _worker(state, event, "starting", "stopped")
+    worker = _worker(state, event, "starting", "failed", "stopped")
     if worker.phase == "starting":
         worker = replace(worker, phase="running")
     return state.with_worker(worker), ()
 
 
 def _returned(state: GroupState, event: ev.WorkerReturned, now: float) -> Step:
-    worker = _worker(state, event, "running")
+    worker = _worker(state, event, "running", "failed")
+    if worker.phase == "failed":  # its hang was noticed while it was about to say this
+        return state, ()
     due_s = now + state.policy.grace_s
     return state.with_worker(replace(worker, phase="succeeded", due_s=due_s)), ()
 
 
 def _returned_while_stopping(state: GroupState, event: ev.WorkerReturned, now: float) -> Step:
     del now
-    worker = _worker(state, event, "running", "stopped")
+    worker = _worker(state, event, "running", "failed", "stopped")
     if worker.phase == "running":
         worker = replace(worker, phase="succeeded")
     return state.with_worker(worker), ()
@@ -170,16 +172,30 @@ def _returned_while_stopping(state: GroupState, event: ev.WorkerReturned, now: f
 
 
 def _raised(state: GroupState, event: ev.WorkerRaised, now: float) -> Step:
-    worker = _worker(state, event, "starting", "running")
+    worker = _worker(state, event, "starting", "running", "failed")
+    if worker.phase == "failed":  # as above
+        return state, ()
     worker = replace(worker, phase="failed", due_s=now + state.policy.grace_s)
     return moves.fail(state.with_worker(worker), event.failure, now)
 
 
 def _raised_while_stopping(state: GroupState, event: ev.WorkerRaised, now: float) -> Step:
     del now
-    worker = _worker(state, event, "starting", "running", "stopped")
+    worker = _worker(state, event, "starting", "running", "failed", "stopped")
+    if worker.phase == "failed":  # there is a record of it already
+        return state, ()
     state = state.with_worker(replace(worker, phase="failed"))
     return replace(state, failures=(*state.failures, event.failure)), ()
+
+
+def _hung(state: GroupState, event: ev.WorkerHung, now: float) -> Step:
+    worker = state.workers[event.rank]
+    if worker.phase != "running" or worker.pid != event.failure.pid:
+        return state, ()  # it has said something while its stack was looked at
+    # It may ignore SIGTERM, or be stopped; and there is nothing that it could still save.
+    worker = replace(worker, phase="failed", killed=True, due_s=now + UNKILLABLE_S)
+    state, orders = moves.fail(state.with_worker(worker), event.failure, now)
+    return state, (do.KillWorker(rank=event.rank), *orders)
 
 
 def _exited(state: GroupState, event: ev.WorkerExited, now: float) -> Step:
@@ -354,6 +370,7 @@ _UP: dict[type[Any], _Handler] = {
     ev.WorkerReturned: _returned,
     ev.WorkerRaised: _raised,
     ev.WorkerExited: _exited,
+    ev.WorkerHung: _hung,
     ev.StartFailed: _start_failed,
     ev.StoreContacted: _contacted,
     ev.TimePassed: _time_passed,
@@ -367,6 +384,7 @@ _STOPPING: dict[type[Any], _Handler] = {
     ev.WorkerReturned: _returned_while_stopping,
     ev.WorkerRaised: _raised_while_stopping,
     ev.WorkerExited: _exited_while_stopping,
+    ev.WorkerHung: _ignored,
     ev.StartFailed: _start_failed_while_stopping,
     ev.StartCancelled: _start_cancelled,
     ev.StoreContacted: _ignored,

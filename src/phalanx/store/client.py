@@ -56,9 +56,17 @@ D = TypeVar("D")
 class TensorClient:
     """What a context does with tensors. Usable from any thread, and after a fork."""
 
-    def __init__(self, connect: Callable[[], socket.socket]) -> None:
-        """Keep the way to open a socket to the store; nothing is opened before it is needed."""
+    def __init__(
+        self, connect: Callable[[], socket.socket], on_done: Callable[[], None] | None = None
+    ) -> None:
+        """Keep the way to open a socket to the store; nothing is opened before it is needed.
+
+        Args:
+            connect: Opens one.
+            on_done: Called when an operation has come to its end.
+        """
         self._connect = connect
+        self._on_done = on_done
         self._idle: list[Conversation] = []
         weakref.finalize(self, _hang_up, self._idle).atexit = False
         self._written = WrittenSegments()
@@ -261,6 +269,8 @@ class TensorClient:
             conversation.close()
             raise
         self._idle.append(conversation)
+        if self._on_done is not None:
+            self._on_done()
 
     def _begin_anew(self) -> None:
         """In a forked child: the parent's sockets are not ours to speak on."""

@@ -2,5 +2,5 @@
 
 From the top: `synchronizer` (one call), `plan` (a set of parameters from call to call), `buckets`,
 `header` (what ranks agree on), `parameters` and `optimizers` (which ones), `guard` (steps),
-`whereabouts` (who is missing), `groups` (what it is sent over), and `shm`, a backend of our own.
+`groups` (what it is sent over), and `shm`, a backend of our own.
 """

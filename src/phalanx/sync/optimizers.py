@@ -29,6 +29,15 @@ def watch_optimizers() -> None:
             setattr(Optimizer, name, _noting(method))
 
 
+def note_steps(note: Callable[[], None]) -> None:
+    """Call `note` after each step of any optimizer."""
+    from torch.optim.optimizer import (  # noqa: PLC0415 - as above
+        register_optimizer_step_post_hook,
+    )
+
+    register_optimizer_step_post_hook(lambda *_: note())
+
+
 def known_optimizers() -> list[Optimizer]:
     """Return the living optimizers, the oldest first."""
     alive = [(ref, optimizer) for ref in _known if (optimizer := ref()) is not None]

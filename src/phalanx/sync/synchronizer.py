@@ -33,7 +33,7 @@ from phalanx.sync.parameters import (
     with_names,
 )
 from phalanx.sync.plan import Plan
-from phalanx.sync.whereabouts import stack_of
+from phalanx.whereabouts import stack_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

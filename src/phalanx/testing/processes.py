@@ -89,6 +89,12 @@ class FakeProcesses:
         """A signal ends a rank's process."""
         self.feed(ev.WorkerExited(rank=rank, exit=_signaled(signum)))
 
+    def hang(self, rank: int) -> None:
+        """A rank has shown no sign of life for too long."""
+        pid = self.state.workers[rank].pid
+        failure = Failure(rank=rank, pid=pid, cause="hang", message="no sign of life")
+        self.feed(ev.WorkerHung(rank=rank, failure=failure))
+
     def pass_time(self, seconds: float) -> None:
         """Let time pass, from deadline to deadline."""
         until = self.clock.now + seconds

@@ -26,9 +26,9 @@ from phalanx.errors import PayloadError
 from phalanx.failures import Failure
 from phalanx.messages import Entered, MakeStoreHost, MakeWorker, Raised, Returned
 from phalanx.page import ControlPage
-from phalanx.sync.optimizers import watch_optimizers
+from phalanx.sync.optimizers import note_steps, watch_optimizers
 from phalanx.sync.shm.backend import register_shm_backend
-from phalanx.sync.whereabouts import be_found
+from phalanx.whereabouts import be_found
 from phalanx.wire import INLINE_LIMIT
 from phalanx.worker import fresh, script
 from phalanx.worker.capture import failure_of
@@ -149,6 +149,8 @@ def _run(
     context = WorkerContext(worker, link, control_page)
     install_context(context)
     after_import("torch.optim.optimizer", watch_optimizers)
+    if worker.is_watched:  # so that a script without a context gives signs of life, too
+        after_import("torch.optim.optimizer", lambda: note_steps(context.heartbeat))
     after_import("torch.distributed.distributed_c10d", register_shm_backend)
     _bind_to_cpus(worker, image)
     call = _load(worker, image, payload, context, link)

@@ -121,6 +121,7 @@ class WorkerContext(SubprocessContext[Any]):
         """Send named values to the launcher."""
         values = {name: _plain(name, value) for name, value in metrics.items()}
         self._link.send(Reported(metrics=values))
+        self.heartbeat()
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""
@@ -176,7 +177,7 @@ class WorkerContext(SubprocessContext[Any]):
     def _tensors(self) -> TensorClient:
         from phalanx.store.client import TensorClient  # noqa: PLC0415 - imports torch
 
-        return TensorClient(self._open_store)
+        return TensorClient(self._open_store, self.heartbeat)
 
     @property
     def _own_rank(self) -> int:
