@@ -72,6 +72,11 @@ class ControlPage:
         """Begin a generation: no wishes, no progress."""
         self._map[:] = bytes(len(self._map))
 
+    def clear_line(self, rank: int) -> None:
+        """Begin a rank anew: what the process before it wrote does not count."""
+        start = self._line(rank) * 8
+        self._map[start : start + _LINE_BYTES] = bytes(_LINE_BYTES)
+
     # ── a worker writes, the agent reads ─────────────────────────────────────────────────
 
     def note_polling(self, rank: int) -> None:

@@ -52,7 +52,9 @@ _STATES: Final[Mapping[str, str]] = {
     "": "has ended",
     "Z": "has ended",
 }
-STUCK: Final = ("T", "D")
+STOPPED: Final = "T"
+"""State of a process that SIGSTOP has stopped."""
+STUCK: Final = (STOPPED, "D")
 """States of a process that can't answer."""
 HELD: Final = "t"
 """State of a process that a debugger has stopped."""

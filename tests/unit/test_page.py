@@ -24,6 +24,12 @@ def test_what_one_side_writes_the_other_reads():
     assert [agent.polls_stop(rank) for rank in range(3)] == [False, False, True]
     assert agent.progress(2) == (7, 124)
     assert agent.progress(1) == (0, 0)
+    assert [agent.num_signs(rank) for rank in range(3)] == [0, 0, 2]
+    worker.note_progress(1, 5)
+    agent.clear_line(1)
+    assert agent.progress(1) == (0, 0)
+    assert agent.progress(2) == (7, 124), "only its own"
+    assert agent.aborted_by == 0
     agent.clear()
     assert not worker.stop_wanted
     assert not worker.polls_stop(2)

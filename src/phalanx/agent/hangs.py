@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from phalanx import events as ev
+from phalanx import kernel
 from phalanx.agent.stacks import Roundup, Stack
 from phalanx.failures import Failure
 from phalanx.lifecycle.hangs import Sighting, find_hung, next_look, silent_ranks
-from phalanx.whereabouts import as_text, describe_state, grouped, own_frame
+from phalanx.whereabouts import STOPPED, as_text, describe_state, grouped, own_frame
 
 if TYPE_CHECKING:
     import asyncio
@@ -32,11 +33,10 @@ _MARGIN_S = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Watched:
-    """A process that is being watched, since when, and what its line on the page said then."""
+    """A process that is being watched, and since when."""
 
     pid: int | None
     since_s: float
-    num_signs: int
 
 
 class HangWatch:
@@ -69,6 +69,7 @@ class HangWatch:
         self._feed = feed
         self._watched: dict[int, _Watched] = {}
         self._in_debugger: set[int] = set()
+        self._stopped_s: dict[int, float] = {}
         self._group_s = 0.0
         self._excused_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -88,8 +89,11 @@ class HangWatch:
         before, self._watched = self._watched, {}
         for rank, pid in running.items():
             known = before.get(rank)
-            self._watched[rank] = known if known and known.pid == pid else self._begin(rank, pid)
+            if known is None or known.pid != pid:
+                known = _Watched(pid=pid, since_s=self._group_s)
+            self._watched[rank] = known
         self._in_debugger &= set(running)
+        self._stopped_s.clear()
         if running:
             self._look_later()
         else:
@@ -111,10 +115,6 @@ class HangWatch:
         self._excuse()
 
     # ── looking ──────────────────────────────────────────────────────────────────────────
-
-    def _begin(self, rank: int, pid: int | None) -> _Watched:
-        self._output.heard_s(rank)  # its files are looked at for the first time
-        return _Watched(pid=pid, since_s=time.monotonic(), num_signs=self._page.num_signs(rank))
 
     def _excuse(self) -> None:
         self._excused_s = time.monotonic()
@@ -148,26 +148,40 @@ class HangWatch:
             self._look_later()
 
     def _sightings(self, stacks: Mapping[int, Stack]) -> list[Sighting]:
-        last: dict[int, float] = {}
-        for rank, watched in self._watched.items():
-            times = [self._output.heard_s(rank) or 0.0]
-            if self._page.num_signs(rank) != watched.num_signs:
-                times.append(self._page.progress(rank)[1] / 1e9)
-            if max(times) > watched.since_s:
-                last[rank] = max(times)
-        began_s = [watched.since_s for watched in self._watched.values()]
-        group_s = max(self._group_s, *began_s, *last.values())
+        last = {rank: self._last_sign(rank) for rank in self._watched}
+        num_signs = {rank: self._page.num_signs(rank) for rank in self._watched}
+        group_s = max(self._group_s, *last.values())
         return [
             Sighting(
                 rank=rank,
-                since_s=max(last.get(rank, group_s), self._excused_s),
-                num_signs=self._page.num_signs(rank) - watched.num_signs,
-                is_silent=rank not in last,
+                since_s=max(
+                    last[rank] if num_signs[rank] else self._silent_since(rank, group_s),
+                    watched.since_s,
+                    self._excused_s,
+                ),
+                num_signs=num_signs[rank],
                 is_stuck=rank in stacks and stacks[rank].is_stuck,
                 waits=rank in stacks and stacks[rank].waits,
             )
             for rank, watched in self._watched.items()
         ]
+
+    def _last_sign(self, rank: int) -> float:
+        """Return when a rank gave its last sign of life; 0: it never did."""
+        _, noted_ns = self._page.progress(rank)
+        return max(noted_ns / 1e9, self._output.heard_s(rank) or 0.0)
+
+    def _silent_since(self, rank: int, group_s: float) -> float:
+        """Return since when a rank that notes nothing has been silent.
+
+        It may be a server, or one that only prints, once: it is as alive as its group, unless
+        it was stopped.
+        """
+        pid = self._watched[rank].pid
+        if pid is None or kernel.process_state(pid) != STOPPED:
+            self._stopped_s.pop(rank, None)
+            return group_s
+        return min(group_s, self._stopped_s.setdefault(rank, time.monotonic()))
 
     # ── judging ──────────────────────────────────────────────────────────────────────────
 

@@ -194,8 +194,8 @@ class GrowingFile:
     """Notices when a file that a worker writes without us has been written to."""
 
     def __init__(self, path: str) -> None:
-        """Look at it for the first time."""
-        self._path = path
+        """Look at it for the first time, before the worker writes."""
+        self.path = path
         self._looked_s = time.monotonic()
         self._last = self._stamp()
         self._heard_s: float | None = None
@@ -213,7 +213,7 @@ class GrowingFile:
 
     def _stamp(self) -> tuple[int, int]:
         try:
-            status = os.stat(self._path)  # noqa: PTH116 - a string is at hand
+            status = os.stat(self.path)  # noqa: PTH116 - a string is at hand
         except OSError:
             return 0, 0
         return status.st_mtime_ns, status.st_size

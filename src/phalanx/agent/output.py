@@ -58,8 +58,7 @@ class RunOutput:
                 self._sinks[stream] = RelaySink(_relay(spec.run_id, stream, tell))
         self._given_up = False
         self._pumps: dict[int, dict[Stream, StreamPump]] = {}
-        self._files: dict[int, dict[Stream, str]] = {}
-        self._growing: dict[int, list[GrowingFile]] = {}
+        self._files: dict[int, dict[Stream, GrowingFile]] = {}
 
     def begin(self, rank: int, generation: int) -> tuple[int, int]:
         """Return what a worker is to use as standard output and error; the caller owns them."""
@@ -72,8 +71,9 @@ class RunOutput:
         where, matching = self._where(rank, generation, stream)
         if where.prefix is None and matching is None:
             assert where.file is not None  # noqa: S101 - what goes nowhere else is kept
-            self._files[rank][stream] = where.file
-            return self._open(where.file)
+            fd = self._open(where.file)
+            self._files[rank][stream] = GrowingFile(where.file)
+            return fd
         reader, writer = os.pipe()
         kernel.widen_pipe(reader)
         path = where.file
@@ -138,27 +138,21 @@ class RunOutput:
             if stream in pumps:
                 tails.append(pumps[stream].tail())
             elif stream in files:
-                tails.append(_end_of(files[stream]))
+                tails.append(_end_of(files[stream].path))
         text = b"".join(
             tail if tail.endswith(b"\n") or not tail else tail + b"\n" for tail in tails
         )
         return text.decode("utf-8", "backslashreplace")
 
     def heard_s(self, rank: int) -> float | None:
-        """Return when a rank printed last (monotonic).
-
-        None: never, or, what goes straight to a file, not since this was asked first.
-        """
-        if rank not in self._growing:
-            self._growing[rank] = [GrowingFile(path) for path in self._files.get(rank, {}).values()]
-        streams: list[StreamPump | GrowingFile] = [*self._pumps.get(rank, {}).values()]
-        times = [stream.heard_s() for stream in (*streams, *self._growing[rank])]
+        """Return when a rank printed last (monotonic); None: never."""
+        pumps, files = self._pumps.get(rank, {}), self._files.get(rank, {})
+        times = [stream.heard_s() for stream in (*pumps.values(), *files.values())]
         return max((at_s for at_s in times if at_s is not None), default=None)
 
     def end(self, rank: int) -> None:
         """A worker has ended and been drained."""
         self._files.pop(rank, None)
-        self._growing.pop(rank, None)
         for pump in self._pumps.pop(rank, {}).values():
             pump.close()
 

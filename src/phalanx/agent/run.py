@@ -201,6 +201,7 @@ class Run:
                 self._group.close(lambda: self.feed(self._closed()))
             case do.StartWorker(rank=rank):
                 assert self._state is not None  # noqa: S101 - orders come from it
+                self._page.clear_line(rank)
                 self._group.start_worker(rank, self._state.restart_count)
             case do.CancelStart(rank=rank):
                 if self._group.workers[rank].cancel():

@@ -11,6 +11,7 @@ from phalanx.whereabouts import (
     HELD,
     PATIENCE_S,
     POLL_S,
+    STOPPED,
     STUCK,
     Answer,
     as_text,
@@ -75,7 +76,7 @@ class Roundup:
         self._starts: dict[int, int] = {}
         self._open: list[Answer] = []
         for worker in self._workers:
-            if _state(worker) in ("T", HELD):
+            if _state(worker) in (STOPPED, HELD):
                 continue  # it could answer only once it goes on
             start = worker.ask_for_stack(page)
             if start is not None:

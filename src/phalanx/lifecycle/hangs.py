@@ -16,10 +16,9 @@ class Sighting:
 
     Attributes:
         rank: Global rank.
-        since_s: When it gave its last sign of life; for one that never gave any: when the
+        since_s: When it gave its last sign of life; for one that never noted any: when the
             group did.
         num_signs: How often it has noted that it got on.
-        is_silent: It has never given any sign, as a server that waits for its clients.
         is_stuck: It can't answer, for it is stopped, or in the kernel.
         waits: It waits for other ranks.
     """
@@ -27,7 +26,6 @@ class Sighting:
     rank: int
     since_s: float
     num_signs: int = 0
-    is_silent: bool = False
     is_stuck: bool = False
     waits: bool = False
 
@@ -61,13 +59,13 @@ def next_look(sightings: Sequence[Sighting], timeout_s: float, now: float) -> fl
 def _innocence(seen: Sighting) -> tuple[bool, bool, bool, int, float, int]:
     """The least is the culprit.
 
-    A rank that was never heard of may well be a server that has nothing to do, so one that
-    stopped giving signs comes before it.
+    A rank that never noted anything may well be a server that has nothing to do, so one that
+    stopped noting comes before it.
     """
     return (
         not seen.is_stuck,
         seen.waits and not seen.is_stuck,
-        seen.is_silent,
+        not seen.num_signs,
         seen.num_signs,
         seen.since_s,
         seen.rank,
