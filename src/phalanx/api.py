@@ -82,7 +82,8 @@ def start_processes(
             as failed: it is killed, and the failure says where all ranks were. Signs are
             ``optimizer.step()``, `SubprocessContext.heartbeat`, `report`, `barrier`,
             `should_stop`, `synchronize`, what is done with the tensor store, and output. So
-            allow for the longest step, evaluation or checkpoint. None: nobody watches.
+            allow for the longest step, evaluation or checkpoint. A worker that gave no sign
+            but output hangs when all do, so a server may wait. None: nobody watches.
         store_limit: Bytes that the tensor store may hold; None: half of the memory that the
             machine (or the container) has.
         on_event: Called with each event, in order, in a thread of its own.

@@ -401,3 +401,12 @@ def test_each_binding(machine):
 def test_the_kernels_lists():
     assert parse_list("0-2,7,9-10\n") == {0, 1, 2, 7, 9, 10}
     assert parse_list("\n") == set()
+
+
+def test_a_hang_timeout_is_a_number_above_zero_and_has_no_variable(launch):
+    assert launch().hang_timeout_s is None
+    assert launch("--hang-timeout", "2.5").hang_timeout_s == 2.5
+    assert values(PET_HANG_TIMEOUT="7").hang_timeout is None
+    for wrong in ("0", "-1", "nan", "inf", "soon"):
+        with pytest.raises(UsageError, match="hang-timeout: .* is not seconds, more than 0"):
+            values(f"--hang-timeout={wrong}")

@@ -120,10 +120,10 @@ def test_waiting_for_others_shows_in_what_user_code_has_called(waits, files):
 def test_equal_stacks_are_shown_once():
     a, b = '  File "a.py", line 1, in f', '  File "b.py", line 2, in g'
     stopped = as_text((), "T")
-    assert grouped({0: a, 1: b, 2: a, 3: stopped}, first=1) == "\n".join([
+    assert grouped({0: a, 1: b, 2: a, 3: stopped}, first=1).splitlines() == [
         "rank 1 is in:", b, "ranks 0, 2 are in:", a,
         "rank 3:", "  no Python stack: the process is stopped (SIGSTOP, Ctrl-Z)",
-    ])  # fmt: skip
+    ]  # fmt: skip
     assert "and 4 more stacks" in grouped({n: f"  File {n}" for n in range(20)})
 
 

@@ -45,7 +45,7 @@ class HangWatch:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        timeout_s: float,
+        timeout_s: float | None,
         page: ControlPage,
         output: RunOutput,
         workers: Callable[[], Mapping[int, WorkerProcess]],
@@ -55,14 +55,15 @@ class HangWatch:
 
         Args:
             loop: The agent's loop.
-            timeout_s: How long a rank may be silent.
+            timeout_s: How long a rank may be silent; None: for ever.
             page: Where workers note that they got on.
             output: Knows when they printed something.
             workers: Returns the workers of the moment, by rank.
             feed: Takes the fact that one hangs.
         """
         self._loop = loop
-        self._timeout_s = timeout_s
+        self._is_on = timeout_s is not None
+        self._timeout_s = timeout_s or 0.0
         self._page = page
         self._output = output
         self._workers = workers
@@ -78,6 +79,8 @@ class HangWatch:
 
     def follow(self, state: GroupState) -> None:
         """Watch whoever runs user code, once all do, and nobody while the group is stopping."""
+        if not self._is_on:
+            return
         running = (
             {worker.rank: worker.pid for worker in state.workers if worker.phase == "running"}
             if state.phase == "running"

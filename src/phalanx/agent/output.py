@@ -147,7 +147,8 @@ class RunOutput:
     def heard_s(self, rank: int) -> float | None:
         """Return when a rank printed last (monotonic); None: never."""
         pumps, files = self._pumps.get(rank, {}), self._files.get(rank, {})
-        times = [stream.heard_s() for stream in (*pumps.values(), *files.values())]
+        times = [pump.heard_s() for pump in pumps.values()]
+        times += [file.heard_s() for file in files.values()]
         return max((at_s for at_s in times if at_s is not None), default=None)
 
     def end(self, rank: int) -> None:

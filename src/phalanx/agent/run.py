@@ -102,7 +102,14 @@ class Run:
         self._generation: Generation | None = None
         self._dropped_reports = 0
         self._state: lifecycle.GroupState | None = None
-        self._hang_watch = self._make_hang_watch()
+        self._hang_watch = HangWatch(
+            loop,
+            self.spec.hang_timeout_s,
+            self._page,
+            self.output,
+            lambda: self._workers,
+            self.feed,
+        )
 
     # ── in ───────────────────────────────────────────────────────────────────────────────
 
@@ -149,9 +156,10 @@ class Run:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._hang_watch is not None and self._state is not None:
-            self._hang_watch.follow(self._state)
-        due_s = None if self._state is None else lifecycle.next_deadline(self._state)
+        if self._state is None:
+            return
+        self._hang_watch.follow(self._state)
+        due_s = lifecycle.next_deadline(self._state)
         if due_s is not None:
             self._timer = self._loop.call_at(due_s, self.feed, ev.TimePassed())
 
@@ -218,14 +226,6 @@ class Run:
     def _may_start_again(self) -> bool:
         """Whether there may be another start: a command without restarts starts once."""
         return self.spec.program is None or self.spec.max_restarts > 0
-
-    def _make_hang_watch(self) -> HangWatch | None:
-        timeout_s = self.spec.hang_timeout_s
-        if timeout_s is None:
-            return None
-        return HangWatch(
-            self._loop, timeout_s, self._page, self.output, lambda: self._workers, self.feed
-        )
 
     @property
     def _workers(self) -> dict[int, WorkerProcess]:
@@ -296,8 +296,7 @@ class Run:
             case DebuggerText(text=text):
                 self.output.write_plain(text)
             case DebuggerInput(prompt=prompt):
-                if self._hang_watch is not None:
-                    self._hang_watch.debugger_waits(rank)
+                self._hang_watch.debugger_waits(rank)
                 self.tell(InputWanted(run_id=run_id, rank=rank, prompt=prompt))
 
     def on_worker_exited(self, worker: WorkerProcess, exit_: Exit) -> None:
@@ -335,8 +334,7 @@ class Run:
 
     def answer(self, rank: int, text: str) -> None:
         """Pass a line on to the debugger of a rank."""
-        if self._hang_watch is not None:
-            self._hang_watch.debugger_goes_on(rank)
+        self._hang_watch.debugger_goes_on(rank)
         if rank in self._workers:
             self._workers[rank].answer(text)
 
@@ -430,8 +428,7 @@ class Run:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._hang_watch is not None:
-            self._hang_watch.stop()
+        self._hang_watch.stop()
         if self._generation is not None:
             self._generation.release()
         self._recorder.close()
