@@ -140,6 +140,46 @@ def test_a_rank_that_is_stopped_is_said_to_be_so(silent):
     assert "no Python stack: the process is stopped" in error.root_cause.stacks
 
 
+DDP_HANGS = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+backend = sys.argv[1]
+if backend == "synchronize":
+    from phalanx import get_context
+    reduce, model = get_context().synchronize, torch.nn.Linear(4, 1)
+else:
+    dist.init_process_group(backend)
+    reduce, model = (lambda: None), DistributedDataParallel(torch.nn.Linear(4, 1))
+rank = int(os.environ["RANK"])
+optimizer = torch.optim.SGD(model.parameters())
+
+def load(step):
+    if rank == 1 and step == 3:
+        time.sleep(300)
+    return torch.ones(2, 4)
+
+for step in range(5):
+    optimizer.zero_grad()
+    model(load(step)).sum().backward()
+    reduce()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm", "synchronize"])
+def test_who_waits_in_a_training_step_is_not_blamed(start, backend):
+    done = start(
+        "run", "--nproc-per-node", "3", "--hang-timeout", "3", "--preload", "torch,torch._dynamo",
+        "train.py", backend, source=DDP_HANGS,
+    ).finish()  # fmt: skip
+    assert done.returncode == 137
+    assert "Rank 1 failed: no sign of life for 3 s; it is in " in done.stderr
+    assert done.stderr.count("in load") == 2, "in the headline, and in its stack"
+
+
 def sleep_if_first(rank, world_size):
     while rank == 1 and get_context().restart_count == 0:
         time.sleep(1)
@@ -168,6 +208,24 @@ def test_output_is_a_sign_of_life(console, tmp_path):
     light(print_only, console=console, log_dir=tmp_path).wait(60)
 
 
+PRINTS_MUCH = """
+for number in range(200_000):
+    print(number, "x" * 100)
+"""
+
+
+def test_who_is_held_up_by_a_console_that_nobody_reads_does_not_hang(start):
+    started = start(
+        "run", "--preload", "", "--nproc-per-node", "2", "--hang-timeout", "1", "train.py",
+        source=PRINTS_MUCH,
+    )  # fmt: skip
+    ready(started)
+    time.sleep(LONG_S)
+    done = started.finish()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("\n") == 400_000
+
+
 def serve_or_work(rank, world_size):
     print("hello")  # which promises nothing
     until = time.monotonic() + LONG_S
@@ -189,6 +247,41 @@ def test_when_all_are_silent_one_is_blamed():
 
 def time_sleeps(rank, world_size):
     time.sleep(300)
+
+
+def count_signs(rank, world_size):
+    import torch
+
+    context = get_context()
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.ones(1)
+    optimizer = torch.optim.SGD([parameter])
+    calls = {
+        "heartbeat": context.heartbeat,
+        "report": lambda: context.report(loss=1.0),
+        "barrier": context.barrier,
+        "should_stop": context.should_stop,
+        "synchronize": lambda: context.synchronize(parameter),
+        "put_tensor": lambda: context.put_tensor("key", torch.ones(1)),
+        "get_tensor": lambda: context.get_tensor("key"),
+        "has_tensor": lambda: context.has_tensor("other"),
+        "step": optimizer.step,
+        "stop_requested": lambda: context.stop_requested,
+    }
+    counts = {}
+    for name, call in calls.items():
+        before = context._page.num_signs(rank)
+        call()
+        counts[name] = context._page.num_signs(rank) - before
+    return counts
+
+
+@pytest.mark.parametrize("hang_timeout", [None, 60])
+def test_what_counts_as_a_sign(hang_timeout):
+    counts = start_processes(count_signs, 2, hang_timeout=hang_timeout).wait().returns[0]
+    assert counts.pop("stop_requested") == 0, "to read a flag is not to get on"
+    assert counts.pop("step") == (hang_timeout is not None), "no hook where nobody watches"
+    assert set(counts.values()) == {1}
 
 
 STEPS_ONLY = """
