@@ -20,6 +20,7 @@ from phalanx.lifecycle.state import Policy
 
 Restart: TypeAlias = Literal["group", "worker"]
 StartMethod: TypeAlias = Literal["forkserver", "spawn"]
+OnClosedOutput: TypeAlias = Literal["continue", "stop"]
 NumaBinding: TypeAlias = Literal["node", "socket", "exclusive", "core-complex"]
 Duration: TypeAlias = float | int | timedelta
 """Seconds, or a `timedelta`."""
@@ -127,6 +128,8 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One run, as it was asked for. Durations are seconds.
 
     Attributes that `start_processes` has no argument for:
+        fold: Console lines that several ranks print alike become one.
+        on_closed_output: What happens when nobody reads the console any more.
         outputs: Where each stream goes, in place of `routes`, `console_ranks` and `log_dir`.
         error_files: The ranks' torchelastic error files; empty: in the run's directory.
         becomes_program: The function becomes another program: exit code 0 is success.
@@ -157,6 +160,8 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     virtual_local_rank: bool = False
     numa_binding: NumaBinding | None = None
     routes: Routes | None = None
+    fold: bool = False
+    on_closed_output: OnClosedOutput = "continue"
     outputs: Outputs | None = None
     error_files: tuple[str, ...] = ()
     becomes_program: bool = False

@@ -8,7 +8,6 @@ workers' prints, and memory does not grow.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import select
 import socket
@@ -29,7 +28,9 @@ _MAX_TAKE = 1 << 20
 class Sink(Protocol):
     """A destination of console output."""
 
-    pending: int
+    @property
+    def pending(self) -> int:
+        """Bytes that wait."""
 
     def write(self, data: bytes) -> None:
         """Take output (whole units only); never blocks."""
@@ -72,9 +73,9 @@ class DescriptorSink:
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, fd: int, on_broken: Callable[[str], None]
+        self, loop: asyncio.AbstractEventLoop, fd: int, on_broken: Callable[[OSError], None]
     ) -> None:
-        """Take over a descriptor; `on_broken` is told when nobody reads there any more."""
+        """Take over a descriptor; `on_broken` is told why it can't be written any more."""
         self._loop = loop
         self._on_broken = on_broken
         self._queue: deque[memoryview] = deque()
@@ -132,8 +133,7 @@ class DescriptorSink:
     def _break(self, error: OSError) -> None:
         self._broken = True
         self._forget()
-        reason = "nobody reads it any more" if error.errno == errno.EPIPE else error.strerror
-        self._on_broken(f"the console can't be written ({reason}); the run goes on without it")
+        self._on_broken(error)
 
     def _forget(self) -> None:
         self._queue.clear()
@@ -219,7 +219,7 @@ class Consoles:
         self._loop = loop
         self._sinks: dict[tuple[int, int], tuple[DescriptorSink, int]] = {}
 
-    def borrow(self, fd: int, on_broken: Callable[[str], None]) -> DescriptorSink:
+    def borrow(self, fd: int, on_broken: Callable[[OSError], None]) -> DescriptorSink:
         """Return the sink for a descriptor, which is owned from here on."""
         status = os.fstat(fd)
         key = (status.st_dev, status.st_ino)

@@ -24,6 +24,7 @@ class LinePrefixer:
         self._terminal = terminal
         self._rest = b""
         self._shown_bar = False
+        self._bar = b""
 
     @property
     def has_bar(self) -> bool:
@@ -32,7 +33,7 @@ class LinePrefixer:
 
     def feed(self, data: bytes) -> bytes:
         """Take bytes in; return the units that are whole now."""
-        if b"\r" in data or b"\r" in self._rest[-1:]:
+        if self._shown_bar or b"\r" in data or b"\r" in self._rest[-1:]:
             return self._feed_with_bars(data)
         end = data.rfind(b"\n") + 1
         if not end:
@@ -40,12 +41,14 @@ class LinePrefixer:
             return self._cut_long()
         whole = self._rest + data[:end] if self._rest else data[:end]
         self._rest = data[end:]
-        self._shown_bar = False
+        if not self._prefix:
+            return whole
         return self._prefix + whole[:-1].replace(b"\n", self._newline) + b"\n"
 
     def take_bar(self) -> bytes:
         """Return the bar's state as far as it came, as if it had ended."""
         bar, self._rest = self._rest, b""
+        self._bar = bar or self._bar
         return self._unit(bar, b"\r") if bar else b""
 
     def finish(self) -> bytes:
@@ -62,9 +65,11 @@ class LinePrefixer:
             if end == b"\r" and position == len(text) - 1:
                 break  # it may be the first half of \r\n
             unit = text[start:position]
+            if not unit and end == b"\n" and self._shown_bar and self._terminal:
+                unit = self._bar  # its last state stays, though others have drawn over it
             if unit or end == b"\n":
                 out.append(self._unit(unit, end))
-            self._shown_bar = end == b"\r"
+            self._shown_bar, self._bar = end == b"\r", unit
             start = position + 1
         self._rest = text[start:]
         return b"".join(out) + self._cut_long()

@@ -162,10 +162,10 @@ class StreamPump:
 
 
 class FileSink:
-    """Appends raw bytes to a file. A disk that is full is said once; the run goes on."""
+    """Appends raw bytes to a file, until that fails."""
 
-    def __init__(self, fd: int, path: str, on_broken: Callable[[str], None]) -> None:
-        """Take over a descriptor that appends."""
+    def __init__(self, fd: int, path: str, on_broken: Callable[[str, OSError], None]) -> None:
+        """Take over a descriptor that appends; `on_broken` gets the path and what is wrong."""
         self._fd: int | None = fd
         self._path = path
         self._on_broken = on_broken
@@ -178,45 +178,13 @@ class FileSink:
                 view = view[os.write(self._fd, view) :]
             except OSError as error:
                 self.close()
-                self._on_broken(
-                    f"the log {self._path} can't be written ({error.strerror}); the run goes on "
-                    "without it"
-                )
+                self._on_broken(self._path, error)
 
     def close(self) -> None:
         """Let go of the file."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
-
-
-class GrowingFile:
-    """Notices when a file that a worker writes without us has been written to."""
-
-    def __init__(self, path: str) -> None:
-        """Look at it for the first time, before the worker writes."""
-        self.path = path
-        self._looked_s = time.monotonic()
-        self._last = self._stamp()
-        self._heard_s: float | None = None
-
-    def heard_s(self) -> float | None:
-        """Return when it was written to last (monotonic), if it was since the first look."""
-        now = time.monotonic()
-        stamp = self._stamp()
-        if stamp != self._last:
-            # By the clock on the wall, which may have been set: between two looks, or just now.
-            ago_s = time.time() - stamp[0] / 1e9
-            self._heard_s = now - ago_s if 0 <= ago_s <= now - self._looked_s else now
-        self._last, self._looked_s = stamp, now
-        return self._heard_s
-
-    def _stamp(self) -> tuple[int, int]:
-        try:
-            status = os.stat(self.path)  # noqa: PTH116 - a string is at hand
-        except OSError:
-            return 0, 0
-        return status.st_mtime_ns, status.st_size
 
 
 class MatchingLines:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +11,8 @@ from typing import TYPE_CHECKING, Literal
 
 from phalanx import kernel
 from phalanx.agent.consoles import Consoles, DescriptorSink, RelaySink
-from phalanx.agent.logs import FileSink, GrowingFile, MatchingLines, StreamPump
+from phalanx.agent.folding import FoldedStream, FoldingSink, in_ranges
+from phalanx.agent.logs import FileSink, MatchingLines, StreamPump
 from phalanx.messages import ConsoleKind, ConsoleText
 from phalanx.paths import RunPaths, filtered_file, log_file
 from phalanx.spec import StreamOutput
@@ -17,19 +20,21 @@ from phalanx.spec import StreamOutput
 if TYPE_CHECKING:
     import asyncio
 
+    from phalanx.agent.consoles import Sink
     from phalanx.messages import AgentMessage, ConsoleSpec
     from phalanx.spec import LaunchSpec
 
 Stream = Literal["out", "err"]
-_TAIL_BYTES = 8 * 1024
+_CLOSED = (errno.EPIPE, errno.EIO)
+"""What writing to a pipe without a reader says, and to a terminal that is gone."""
+_BOLD = 1
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 
 
 class RunOutput:
-    """Gives each worker its standard output and error, and pumps what needs pumping.
+    """Gives each worker pipes as standard output and error, and pumps them to where they go.
 
-    A rank that prints to the console gets pipes; one that prints to a file only gets the file
-    itself, with nothing in between.
+    Also those that go to a file only: a worker that writes to a full disk itself would fall.
     """
 
     def __init__(
@@ -41,49 +46,63 @@ class RunOutput:
         consoles: Consoles,
         tell: Callable[[AgentMessage], None],
         on_broken: Callable[[str], None],
+        on_closed: Callable[[], None],
     ) -> None:
-        """Take over the console's descriptors."""
+        """Take over the console's descriptors.
+
+        Args:
+            loop: The agent's.
+            spec: Says what goes where.
+            console: What the descriptors are.
+            console_fds: Owned from here on.
+            consoles: All of this agent.
+            tell: Sends to the launcher.
+            on_broken: Told, in a sentence, what can't be written any more.
+            on_closed: Called when nobody reads the console, if that is to stop the run.
+        """
         self._loop = loop
         self._spec = spec
         self._console = console
         self._consoles = consoles
         self._on_broken = on_broken
+        self._on_closed = on_closed
+        self._said_files_broken = False
         fds = iter(console_fds)
         self._sinks: dict[Stream, DescriptorSink | RelaySink] = {}
         kinds: dict[Stream, ConsoleKind] = {"out": console.out, "err": console.err}
         for stream, kind in kinds.items():
             if kind == "descriptor":
-                self._sinks[stream] = consoles.borrow(next(fds), on_broken)
+                self._sinks[stream] = consoles.borrow(next(fds), self._on_console_broken)
             else:
                 self._sinks[stream] = RelaySink(_relay(spec.run_id, stream, tell))
         self._given_up = False
+        self._folding = self._fold() if spec.fold else {}
         self._pumps: dict[int, dict[Stream, StreamPump]] = {}
-        self._files: dict[int, dict[Stream, GrowingFile]] = {}
 
     def begin(self, rank: int, generation: int) -> tuple[int, int]:
         """Return what a worker is to use as standard output and error; the caller owns them."""
         self.end(rank)
         self._pumps[rank] = {}
-        self._files[rank] = {}
         return self._begin(rank, generation, "out"), self._begin(rank, generation, "err")
 
     def _begin(self, rank: int, generation: int, stream: Stream) -> int:
         where, matching = self._where(rank, generation, stream)
-        if where.prefix is None and matching is None:
-            assert where.file is not None  # noqa: S101 - what goes nowhere else is kept
-            fd = self._open(where.file)
-            self._files[rank][stream] = GrowingFile(where.file)
-            return fd
         reader, writer = os.pipe()
         kernel.widen_pipe(reader)
-        path = where.file
+        folding = self._folding.get(stream)
+        console: Sink | None = None
+        prefix = where.prefix or ""
+        if where.prefix is not None and folding is not None:
+            console, prefix = FoldedStream(self._loop, folding, rank), ""
+        elif where.prefix is not None:
+            console = self._sinks[stream]
         self._pumps[rank][stream] = StreamPump(
             self._loop,
             reader,
-            prefix=(where.prefix or "").encode(),
+            prefix=prefix.encode(),
             terminal=self._is_terminal(stream),
-            console=None if where.prefix is None else self._sinks[stream],
-            file=None if path is None else FileSink(self._open(path), path, self._on_broken),
+            console=console,
+            file=None if where.file is None else self._file(where.file),
             matching=matching,
         )
         return writer
@@ -98,8 +117,7 @@ class RunOutput:
             wanted = spec.outputs.out_filter if stream == "out" else spec.outputs.err_filter
             if wanted is None or where.file is None or where.prefix is None:
                 return where, None
-            sink = FileSink(self._open(wanted.file), wanted.file, self._on_broken)
-            return where, MatchingLines(sink, wanted.needles, where.prefix)
+            return where, MatchingLines(self._file(wanted.file), wanted.needles, where.prefix)
         file: str | None = None
         if spec.goes_to_file(rank, stream):
             file = str(log_file(self._log_dir, generation, rank, stream))
@@ -121,24 +139,19 @@ class RunOutput:
     ) -> MatchingLines | None:
         if not filters:
             return None
-        path = str(filtered_file(self._log_dir, generation, stream))
-        file = FileSink(self._open(path), path, self._on_broken)
+        file = self._file(str(filtered_file(self._log_dir, generation, stream)))
         return MatchingLines(file, filters, f"[rank {rank}] ")
 
     def drain(self, rank: int) -> None:
         """Read all that a worker had printed: it has ended."""
         for pump in self._pumps.get(rank, {}).values():
             pump.drain()
+        for folding in self._folding.values():
+            folding.flush()  # before the news that it has ended
 
     def tail(self, rank: int) -> str:
         """Return the last lines of a rank, standard output first."""
-        pumps, files = self._pumps.get(rank, {}), self._files.get(rank, {})
-        tails: list[bytes] = []
-        for stream in _streams():
-            if stream in pumps:
-                tails.append(pumps[stream].tail())
-            elif stream in files:
-                tails.append(_end_of(files[stream].path))
+        tails = [pump.tail() for pump in self._pumps.get(rank, {}).values()]
         text = b"".join(
             tail if tail.endswith(b"\n") or not tail else tail + b"\n" for tail in tails
         )
@@ -146,19 +159,18 @@ class RunOutput:
 
     def heard_s(self, rank: int) -> float | None:
         """Return when a rank printed last (monotonic); None: never."""
-        pumps, files = self._pumps.get(rank, {}), self._files.get(rank, {})
-        times = [pump.heard_s() for pump in pumps.values()]
-        times += [file.heard_s() for file in files.values()]
+        times = [pump.heard_s() for pump in self._pumps.get(rank, {}).values()]
         return max((at_s for at_s in times if at_s is not None), default=None)
 
     def end(self, rank: int) -> None:
         """A worker has ended and been drained."""
-        self._files.pop(rank, None)
         for pump in self._pumps.pop(rank, {}).values():
             pump.close()
 
     def write_plain(self, text: str) -> None:
         """Write to the console without a prefix."""
+        if "out" in self._folding:
+            self._folding["out"].flush()
         self._sinks["out"].write(text.encode("utf-8", "replace"))
 
     def taken(self, stream: Stream, num_bytes: int) -> None:
@@ -172,6 +184,8 @@ class RunOutput:
         if self._given_up:
             then()
             return
+        for folding in self._folding.values():
+            folding.flush()
         out, err = self._sinks["out"], self._sinks["err"]
         out.when_below(0, lambda: err.when_below(0, then))
 
@@ -191,32 +205,69 @@ class RunOutput:
 
     # ── inside ───────────────────────────────────────────────────────────────────────────
 
-    def _open(self, path: str) -> int:
+    def _file(self, path: str) -> FileSink:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
-            return os.open(path, flags, 0o644)
+            fd = os.open(path, flags, 0o644)
         except OSError as error:
+            self._on_file_broken(path, error)
+            fd = os.open(os.devnull, flags)
+        return FileSink(fd, path, self._on_file_broken)
+
+    def _on_file_broken(self, path: str, error: OSError) -> None:
+        if not self._said_files_broken:  # a full disk takes them all, and one word is enough
+            self._said_files_broken = True
             self._on_broken(
-                f"the log {path} can't be opened ({error.strerror}); the run goes on without it"
+                f"the log {path} can't be written ({error.strerror}); the run goes on without "
+                "it, and without any other log that can't be written"
             )
-            return os.open(os.devnull, flags)
+
+    def _on_console_broken(self, error: OSError) -> None:
+        closed = error.errno in _CLOSED
+        if closed and self._spec.on_closed_output == "stop":
+            self._on_closed()
+            return
+        reason = "nobody reads it any more" if closed else error.strerror
+        self._on_broken(f"the console can't be written ({reason}); the run goes on without it")
+
+    def _fold(self) -> dict[Stream, FoldingSink]:
+        """Stand before each console that several ranks print to; two streams may share one."""
+        folding: dict[Stream, FoldingSink] = {}
+        for stream, sink in self._sinks.items():
+            ranks = self._on_console(stream)
+            prefixes = {rank: self._prefix(rank, stream).encode() for rank in ranks}
+            other = next((o for o in folding if self._sinks[o] is sink), None)
+            if other is not None and self._on_console(other) == ranks:
+                folding[stream] = folding[other]
+            elif len(ranks) > 1:
+                several = functools.partial(self._several, stream)
+                folding[stream] = FoldingSink(self._loop, sink, prefixes, several)
+        return folding
+
+    def _on_console(self, stream: Stream) -> list[int]:
+        return [r for r in range(self._spec.world_size) if self._spec.goes_to_console(r, stream)]
 
     def _prefix(self, rank: int, stream: Stream) -> str:
-        if self._spec.world_size == 1:
+        if len(self._on_console(stream)) == 1:
             return ""
-        text = f"[rank {rank}] "
+        return self._coloured(f"[rank {rank}] ", _COLOURS[rank % len(_COLOURS)], stream)
+
+    def _several(self, stream: Stream, ranks: list[int]) -> bytes:
+        size = self._spec.world_size
+        who = f"all {size} ranks"
+        if len(ranks) < size:
+            who = f"{len(ranks)} of {size} ranks: {in_ranges(ranks)}"
+        return self._coloured(f"[{who}] ", _BOLD, stream).encode()
+
+    def _coloured(self, text: str, colour: int, stream: Stream) -> str:
         if self._console.colour and self._is_terminal(stream):
-            return f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{text}\x1b[0m"
+            return f"\x1b[{colour}m{text}\x1b[0m"
         return text
 
     def _is_terminal(self, stream: Stream) -> bool:
         console = self._console
         return console.out_is_terminal if stream == "out" else console.err_is_terminal
-
-
-def _streams() -> tuple[Stream, Stream]:
-    return "out", "err"
 
 
 def _relay(
@@ -226,13 +277,3 @@ def _relay(
         tell(ConsoleText(run_id=run_id, stream=stream, data=data))
 
     return send
-
-
-def _end_of(path: str) -> bytes:
-    try:
-        with open(path, "rb") as file:  # noqa: PTH123 - a string is at hand
-            size = os.fstat(file.fileno()).st_size
-            file.seek(max(0, size - _TAIL_BYTES))
-            return file.read(_TAIL_BYTES)
-    except OSError:
-        return b""

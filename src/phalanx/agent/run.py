@@ -90,8 +90,9 @@ class Run:
         self._paths = RunPaths(root=_path(self.spec.run_dir))
         self._recorder = Recorder(self._paths.events, self._warn_later)
         self.output = RunOutput(
-            loop, self.spec, launch.console, console_fds, consoles, self.tell, self._warn_later
-        )
+            loop, self.spec, launch.console, console_fds, consoles,
+            self.tell, self._warn_later, self._stop_unread,
+        )  # fmt: skip
         self.tensors = RunTensors(
             loop, self.spec.world_size, self.spec.store_limit, self._who_is_alive
         )
@@ -184,6 +185,12 @@ class Run:
     def _warn_later(self, message: str) -> None:
         """From deep inside the output or the log: not in the middle of something else."""
         self._loop.call_soon(self.feed_warning, message)
+
+    def _stop_unread(self) -> None:
+        """As a program ends that prints to a closed pipe."""
+        grace_s = self.spec.grace_s
+        reason = "SIGPIPE (nobody reads the output any more)"
+        self._loop.call_soon(self.feed, ev.StopRequested(grace_s=grace_s, reason=reason))
 
     # ── orders ───────────────────────────────────────────────────────────────────────────
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _NO_VARIABLE = (
     "logs_specs",
+    "no_fold",
+    "on_closed_output",
     "numa_binding",
     "preload",
     "restart",
@@ -255,6 +257,15 @@ def _add_output(parser: Parser) -> None:
     add(
         "--local-ranks-filter", metavar="RANKS", type=formats.ranks, default="",
         help="local ranks that print to the console, as 0,1; default: all",
+    )  # fmt: skip
+    add(
+        "--no-fold", action="store_true",
+        help="show a line that several ranks print alike once for each of them",
+    )  # fmt: skip
+    add(
+        "--on-closed-output", metavar="WHAT", choices=["continue", "stop"], default="continue",
+        help="when nobody reads the output any more, as after `| head`: continue (default), or "
+        "stop the run",
     )  # fmt: skip
     for stream, file in (("stdout", "out"), ("stderr", "err")):
         add(

@@ -62,6 +62,8 @@ def plan(options: Options) -> tuple[LaunchSpec, ProcessImage]:
         virtual_local_rank=values.virtual_local_rank,
         numa_binding=values.numa_binding,
         routes=_routes(values, num_workers),
+        fold=not values.no_fold,
+        on_closed_output=values.on_closed_output,
     )
     check_launch(spec)
     return spec, image

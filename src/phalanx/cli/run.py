@@ -13,6 +13,7 @@ import msgspec
 from phalanx import events as ev
 from phalanx import kernel
 from phalanx.cli.plan import plan
+from phalanx.cli.status import status_line
 from phalanx.cli.usage import UsageError
 from phalanx.errors import PhalanxError, RunStoppedError, WorkerFailedError
 from phalanx.failures import Exited
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from phalanx.cli.options import Options
+    from phalanx.cli.status import StatusLine
     from phalanx.failures import Failure
     from phalanx.launcher.context import LauncherContext
+    from phalanx.spec import LaunchSpec, ProcessImage
 
 _OURS = (signal.SIGKILL, signal.SIGTERM)
 """What ends a worker that has failed already and does not go."""
@@ -72,7 +75,7 @@ class _Signals:
 def run(options: Options) -> int:
     """Run to the end; return the exit code. Blocks."""
     kernel.fill_standard_fds()
-    _log_to_stderr()
+    log = _log_to_stderr()
     signals = _Signals()
     named = options.values.signals_to_handle
     signals.take(named)
@@ -80,37 +83,51 @@ def run(options: Options) -> int:
     stop_signals.also_handle(
         stops={signal.SIGQUIT} & set(named), passed=[n for n in named if n not in usual]
     )
+    context: LauncherContext[Any] | None = None
+    error: PhalanxError | None = None
     try:
-        context = _launch(options, signals)
+        spec, image = plan(options)
+        with status_line(spec.world_size) as line:
+            log.setStream(sys.stderr)
+            try:
+                context = _launch(spec, image, signals, line)
+                error = _wait(context)
+            finally:
+                log.setStream(sys.__stderr__)
     except _Interrupted as interrupted:
+        if context is not None:
+            launcher_exit.forget(context)  # the agent ends the workers when this process ends
         return 128 + interrupted.signum
-    except PhalanxError as error:
-        raise UsageError(str(error)) from error
-    try:
-        return _wait(context, as_json=options.values.json)
-    except _Interrupted as interrupted:
-        launcher_exit.forget(context)  # the agent ends the workers when this process ends
-        return 128 + interrupted.signum
+    except PhalanxError as refused:
+        raise UsageError(str(refused)) from refused
+    return _say(context, error, as_json=options.values.json)
 
 
-def _launch(options: Options, signals: _Signals) -> LauncherContext[Any]:
-    spec, image = plan(options)
+def _launch(
+    spec: LaunchSpec, image: ProcessImage, signals: _Signals, line: StatusLine | None
+) -> LauncherContext[Any]:
     signals.check()
     agent_link(key_of_launch(spec, image), image)  # torch is imported while we go on
     nothing = kernel.open_anonymous_file("phalanx-payload")
+    on_event = None if line is None else line.follow
     # From the moment at which the run is there, its own handlers have the signals.
-    context = launch(spec, image, nothing, port_option="--master-port")
+    context = launch(spec, image, nothing, on_event, port_option="--master-port")
     if signals.noted is not None:
         context.request_stop(kernel.signal_name(signals.noted))
     return context
 
 
-def _wait(context: LauncherContext[Any], *, as_json: bool) -> int:
-    error: PhalanxError | None = None
+def _wait(context: LauncherContext[Any]) -> PhalanxError | None:
+    """Return what the run ended with, if not well."""
     try:
         context.wait()
-    except PhalanxError as caught:
-        error = caught
+    except PhalanxError as error:
+        return error
+    return None
+
+
+def _say(context: LauncherContext[Any], error: PhalanxError | None, *, as_json: bool) -> int:
+    """Report how it ended; return the exit code."""
     code = _exit_code(context, error)
     if error is not None and not isinstance(error, RunStoppedError):
         print(f"phalanx: {error}", file=sys.stderr)  # noqa: T201
@@ -167,7 +184,7 @@ def _as_json(failure: Failure) -> dict[str, Any]:
     return plain
 
 
-def _log_to_stderr() -> None:
+def _log_to_stderr() -> logging.StreamHandler[Any]:
     """Print what the launcher has to say while the run goes on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("phalanx: %(message)s"))
@@ -175,3 +192,4 @@ def _log_to_stderr() -> None:
     log.addHandler(handler)
     log.propagate = False
     logging.raiseExceptions = False  # a reader of ours that went away is no error
+    return handler

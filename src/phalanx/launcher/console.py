@@ -60,9 +60,9 @@ class Console:
         spec = ConsoleSpec(
             out="relay" if out is None else "descriptor",
             err="relay" if err is None else "descriptor",
-            out_is_terminal=_is_terminal(out),
-            err_is_terminal=_is_terminal(err),
-            colour=_wants_colour(),
+            out_is_terminal=_is_terminal(self._streams["out"]),
+            err_is_terminal=_is_terminal(self._streams["err"]),
+            colour=wants_colour(),
         )
         return spec, [fd for fd in (out, err) if fd is not None]
 
@@ -85,10 +85,19 @@ def _flush(stream: Any) -> None:  # noqa: ANN401 - see above
         return
 
 
-def _is_terminal(fd: int | None) -> bool:
-    return fd is not None and os.isatty(fd)
+def _is_terminal(stream: Any) -> bool:  # noqa: ANN401 - see above
+    """Whether it is a terminal that obeys."""
+    try:
+        return bool(stream.isatty()) and not is_dumb()
+    except (AttributeError, OSError, ValueError):
+        return False
 
 
-def _wants_colour() -> bool:
+def is_dumb() -> bool:
+    """Whether the terminal, if there is one, knows no control sequences."""
+    return os.environ.get("TERM") == "dumb"
+
+
+def wants_colour() -> bool:
     """https://no-color.org, and terminals that can't."""
-    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return not os.environ.get("NO_COLOR") and not is_dumb()
