@@ -19,9 +19,7 @@ def needs(package: str) -> pytest.MarkDecorator:
 @pytest.mark.parametrize(
     ("name", "arguments", "env"),
     [
-        pytest.param("ddp.py", ("--out", "out.json"), {}, id="ddp"),
-        pytest.param("fsdp2.py", ("out.json",), {}, id="fsdp2"),
-        pytest.param("tensor_parallel.py", ("out.json",), {}, id="tensor-parallel"),
+        pytest.param("sharded.py", ("out.json",), {}, id="fsdp2-and-tensor-parallel"),
         pytest.param("parameter_server.py", ("out.json",), {}, id="rpc"),
         pytest.param("data_loaders.py", ("out.json", "fork,spawn"), {}, id="data-loaders"),
         pytest.param("nested_spawn.py", ("out.json",), {}, id="multiprocessing-spawn"),
@@ -50,7 +48,7 @@ def test_the_result_is_the_same(results, name, arguments, env):
 
 
 def test_the_tutorials_trainer_goes_on_from_its_snapshot(ours, theirs):
-    """A rank is killed by SIGKILL; the end is that of torchrun's run, in which none was."""
+    """DDP. A rank is killed by SIGKILL; the end is that of torchrun's run, in which none was."""
     arguments = ("snapshots.py", "6", "1", "--batch_size", "16")
     undisturbed = theirs.start(*arguments)
     killed = ours.start(*arguments, "--fail_at", "3", options=("--max-restarts", "3", "--json"))
@@ -91,11 +89,3 @@ def test_a_recorded_exception_is_reported(ours, how):
     assert f"[rank 1] errors go to {file}" in done.stdout
     assert "shard 1 is damaged" in json.loads(file.read_text())["message"]["message"]
     assert not file.with_name("rank-0.json").exists()
-
-
-def test_a_recorded_exception_under_torchrun(theirs):
-    """The same script there: exit code, and the error file's place, which scripts may rely on."""
-    done = theirs.start("recorded.py").finish(75)
-    assert done.returncode == 1
-    assert "errors go to" in done.stdout
-    assert "shard 1 is damaged" in done.stderr

@@ -21,8 +21,7 @@ def work(number, queue, scale, where):
 
 
 def fail(number):
-    if number == 1:
-        raise ValueError("told by a child of a rank")
+    raise ValueError(f"told by child {number} of a rank")
 
 
 def main(out):
@@ -38,7 +37,7 @@ def main(out):
         while not children.join():
             pass
         try:
-            mp.spawn(fail, nprocs=2)
+            mp.spawn(fail, nprocs=1)
         except mp.ProcessRaisedException as error:
             answer[1] = str(error).strip().splitlines()[-1]
     dist.broadcast_object_list(answer, src=1)
