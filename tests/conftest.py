@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 HERE = Path(__file__).parent
-_CHECKED = ("process", "ranks")
+_CHECKED = ("dropin", "process", "ranks")
 _OURS = ("phalanx.agent", "phalanx.forkserver")
 
 

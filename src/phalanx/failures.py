@@ -7,6 +7,8 @@ the failure that began it first.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -47,6 +49,32 @@ user's code. ``hang``: it showed no sign of life for ``hang_timeout``, and was k
 Kind: TypeAlias = Literal["primary", "effect", "stopped"]
 """``primary``: began by itself. ``effect``: lost a connection because a peer had died.
 ``stopped``: ended because Phalanx stopped it."""
+
+_LOST_PEER = re.compile(
+    r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe"
+    r"|connectFullMesh failed|Socket (Timeout|closed)|Read timeout"
+    r"|remote process exited or there was a network error|NCCL communicator was aborted"
+    r"|Application timeout caused pair closure|failed to recv, got 0 bytes"
+    r"|recvValue failed|sendBytes failed|PeerLostError",
+    re.IGNORECASE,
+)
+"""How the loss of a peer reads in Gloo's, NCCL's and TCPStore's errors, and in one of ours that
+came through torch's C++ (from a future, under DDP)."""
+
+_LOST_PEER_TYPES = frozenset(
+    {
+        "BrokenPipeError",
+        "ConnectionAbortedError",
+        "ConnectionError",
+        "ConnectionRefusedError",
+        "ConnectionResetError",
+        "DistBackendError",
+        "DistNetworkError",
+        "DistStoreError",
+        "EOFError",
+        "PeerLostError",
+    }
+)
 
 _KIND_ORDER: dict[Kind, int] = {"primary": 0, "effect": 1, "stopped": 2}
 
@@ -103,3 +131,16 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 def by_cause(failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
     """Order failures: primary ones, effects, those that we stopped; each as they were seen."""
     return tuple(sorted(failures, key=lambda failure: _KIND_ORDER[failure.kind]))
+
+
+def kind_of(type_names: Iterable[str], message: str) -> Kind:
+    """Tell the effect of a peer's death from a failure of a rank's own.
+
+    Args:
+        type_names: Plain names of the exception's class and, where they are known, its bases.
+        message: Its text.
+    """
+    names = frozenset(type_names)
+    if names & _LOST_PEER_TYPES or ("RuntimeError" in names and _LOST_PEER.search(message)):
+        return "effect"
+    return "primary"

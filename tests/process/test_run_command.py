@@ -620,14 +620,35 @@ def test_only_the_fallen_worker_is_started_again(run, write):
     assert sorted(done.stdout.splitlines()) == ["[rank 0] 0 0", "[rank 1] 1 0", "[rank 1] 1 1"]
 
 
-def test_record_of_torchelastic_goes_on_working(run, write):
-    name = write(
-        "from torch.distributed.elastic.multiprocessing.errors import record\n"
-        "@record\ndef main():\n    raise ValueError('told by record')\nmain()\n"
-    )
-    done = run("--start-method=spawn", name)
+RECORDED = """
+import atexit, os, time, torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+@record
+def main():
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if os.environ["RANK"] == "1":
+        atexit.register(time.sleep, 0.5)  # its peer is the first to end
+        try:
+            raise ValueError("told by: record")
+        finally:
+            dist.destroy_process_group()
+    dist.barrier()
+
+main()
+"""
+
+
+@METHODS
+def test_record_of_torchelastic_names_the_rank_that_began_it(run, write, how):
+    done = run(*how, "--nproc-per-node=2", "--json", write(RECORDED))
     assert done.returncode == 1
-    assert "told by record" in done.stderr.partition("phalanx: Rank 0 failed:")[2].splitlines()[0]
+    root, effect = json.loads(done.stderr.splitlines()[-1])["failures"]
+    said = (root["rank"], root["type_name"], root["message"], root["kind"])
+    assert said == (1, "ValueError", "told by: record", "primary")
+    assert "in main\n    raise ValueError(" in root["traceback"]
+    assert (effect["rank"], effect["type_name"], effect["kind"]) == (0, "RuntimeError", "effect")
 
 
 # ── output ───────────────────────────────────────────────────────────────────────────────
@@ -719,51 +740,6 @@ def test_no_console_at_all(write, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0
     assert (tmp_path / "done.txt").read_text() == "done"
-
-
-# ── in the place of torchrun ─────────────────────────────────────────────────────────────
-
-DDP = """
-import os
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-
-def main():
-    dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Linear(4, 1))
-    data = torch.arange(8.0).reshape(2, 4) + dist.get_rank()
-    for step in range(3):
-        model.zero_grad()
-        loss = model(data).pow(2).mean()
-        loss.backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= 1e-3 * parameter.grad
-    said = (dist.get_rank(), dist.get_world_size(), os.environ["LOCAL_RANK"],
-            f"{loss.item():.6f}", torch.get_num_threads(), dist.is_torchelastic_launched())
-    os.write(1, f"{said}\\n".encode())  # at once: torchrun's prints tear each other apart
-    dist.destroy_process_group()
-
-if __name__ == "__main__":
-    main()
-"""
-
-
-def test_a_ddp_script_says_the_same_as_under_torchrun(run, python, write):
-    name = write(DDP)
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    for _ in range(5):  # its workers abort now and then at their exit, after Gloo
-        theirs = python(*torchrun, name)
-        if theirs.returncode == 0:
-            break
-    assert theirs.returncode == 0, theirs.stderr
-    ours = run("--standalone", "--nproc-per-node", "2", name)
-    assert (ours.returncode, ours.stderr) == (0, "")
-    said = [line.partition("] ")[2] for line in ours.stdout.splitlines()]
-    assert sorted(said) == sorted_lines(theirs.stdout)
-    assert len(said) == 2
 
 
 def test_real_interpreters_meet_in_one_group(run, write):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from phalanx.failures import Failure
+from phalanx.failures import Failure, kind_of
 from phalanx.spec import error_file
 
 if TYPE_CHECKING:
@@ -37,33 +37,39 @@ def record_of_error_file(spec: LaunchSpec, worker: WorkerSpec, pid: int | None) 
     found = _read_error_file(error_file(spec, worker))
     if found is None:
         return None
-    message, callstack = found
+    type_name, message, callstack = found
     return Failure(
         rank=worker.rank,
         node_rank=worker.node_rank,
         pid=pid,
         generation=worker.generation,
         cause="exception",
+        kind=kind_of((type_name or "",), message),
+        type_name=type_name,
         message=message,
         traceback=callstack,
         at=time.time(),
     )
 
 
-def _read_error_file(path: str) -> tuple[str, str | None] | None:
-    """Return message and traceback from torchelastic's error file, if there is a sound one.
+def _read_error_file(path: str) -> tuple[str | None, str, str | None] | None:
+    """Return class, message and traceback from torchelastic's error file, if it is a sound one.
 
     Source:
         The format is that of torch.distributed.elastic.multiprocessing.errors (torch 2.13):
-        ``{"message": {"message": …, "extraInfo": {"py_callstack": …}}}`` or
+        ``{"message": {"message": "ValueError: …", "extraInfo": {"py_callstack": …}}}`` or
         ``{"message": "…"}``. A torn file is no file.
     """
     try:
         with contextlib.closing(open(path, "rb")) as file:  # noqa: PTH123 - bounded read
             content = msgspec.json.decode(file.read(_MAX_ERROR_FILE))
         message = content["message"]
-        if isinstance(message, dict):
-            return str(message["message"]), message.get("extraInfo", {}).get("py_callstack")
-        return str(message), None
+        if not isinstance(message, dict):
+            return None, str(message), None
+        callstack = message.get("extraInfo", {}).get("py_callstack")
+        type_name, colon, text = str(message["message"]).partition(": ")
+        if not (colon and type_name.isidentifier()):  # somebody else's file
+            return None, str(message["message"]), callstack
     except (OSError, msgspec.MsgspecError, KeyError, TypeError, AttributeError):
         return None
+    return type_name, text, callstack

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 import traceback
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from phalanx.failures import Cause, Failure, Kind
+from phalanx.failures import Cause, Failure, kind_of
 
 if TYPE_CHECKING:
     from phalanx.spec import WorkerSpec
@@ -20,21 +19,6 @@ MAX_TRACEBACK = 256 * 1024
 """Characters of a traceback that travel."""
 MAX_EXCEPTION = 1024 * 1024
 """Bytes of a pickled exception that travel."""
-
-_LOST_PEER = re.compile(
-    r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe"
-    r"|connectFullMesh failed|Socket (Timeout|closed)|Read timeout"
-    r"|remote process exited or there was a network error|NCCL communicator was aborted"
-    r"|Application timeout caused pair closure|failed to recv, got 0 bytes"
-    r"|recvValue failed|sendBytes failed|PeerLostError",
-    re.IGNORECASE,
-)
-"""How the loss of a peer reads in Gloo's, NCCL's and TCPStore's errors, and in one of ours that
-came through torch's C++ (from a future, under DDP)."""
-
-_LOST_PEER_TYPES = frozenset(
-    {"DistBackendError", "DistNetworkError", "DistStoreError", "PeerLostError"}
-)
 
 
 def failure_of(
@@ -55,7 +39,7 @@ def failure_of(
         pid=os.getpid(),
         generation=worker.generation,
         cause=cause,
-        kind=_kind(error, message),
+        kind=kind_of((kind.__name__ for kind in type(error).__mro__), message),
         type_name=_clean(_type_name(error)),
         message=message,
         traceback=_cut(_traceback(error, skip_frames), MAX_TRACEBACK),
@@ -87,15 +71,6 @@ def _traceback(error: BaseException, skip_frames: int) -> str:
         return "".join(traceback.format_exception(type(error), error, shown))
     except BaseException:  # noqa: BLE001 - as above
         return f"{_type_name(error)} (its traceback can't be shown)"
-
-
-def _kind(error: BaseException, message: str) -> Kind:
-    """Tell the effect of a peer's death from a failure of this rank's own."""
-    if isinstance(error, ConnectionError | EOFError) or type(error).__name__ in _LOST_PEER_TYPES:
-        return "effect"
-    if isinstance(error, RuntimeError) and _LOST_PEER.search(message):
-        return "effect"
-    return "primary"
 
 
 def _pickled(error: BaseException) -> bytes | None:
