@@ -42,7 +42,8 @@ _TORCHRUN = (
     _FLOOD
     + """
 import os, sys
-sys.stdout.reconfigure(line_buffering=sys.argv[1] == "line", write_through=False)
+if sys.argv[1] != "default":
+    sys.stdout.reconfigure(line_buffering=sys.argv[1] == "line", write_through=False)
 flood(int(os.environ["RANK"]))
 """
 )
@@ -88,6 +89,20 @@ def flood(runs: int) -> None:
         if buffering == "line":
             title += " (workers' standard output under Phalanx is line-buffered by default)"
         show(title, [pump, ours, theirs])
+    _commands(runs)
+
+
+def _commands(runs: int) -> None:
+    """The same script by either command, buffered as the command has it."""
+    ours = Row("phalanx run", target="≤ 0.33 × torchrun")
+    theirs = Row("torchrun --tee 3")
+    for _ in range(runs):
+        for kind, row in (("phalanx run", ours), ("torchrun", theirs)):
+            seconds, bad = _measure(kind, "default")
+            row.samples.append(seconds)
+            row.note = f"{bad:,} of {_LINES * _RANKS:,} lines damaged in the last run"
+    ours.note = f"{ours.median / theirs.median:.2f} × torchrun; {ours.note}"
+    show("Logs: the same script by either command (a line a write; torchrun: two)", [ours, theirs])
 
 
 def _measure(kind: str, buffering: str) -> tuple[float, int]:
@@ -98,6 +113,7 @@ def _measure(kind: str, buffering: str) -> tuple[float, int]:
         commands = {
             "phalanx": [str(script), buffering],
             "pump": [str(pump), buffering, str(script)],
+            "phalanx run": ["-m", "phalanx", "run", "--nproc-per-node=4", str(script), buffering],
             "torchrun": [
                 "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4",
                 "--tee=3", f"--log-dir={folder}/logs", str(script), buffering,
