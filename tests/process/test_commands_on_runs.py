@@ -156,7 +156,7 @@ def test_stop_waits_until_the_run_has_ended(nap, command, runs):
     assert events_of(script.run_id)[-1] == "RunEnded"
     result = script.finish()
     assert result.returncode == 143
-    assert "phalanx stop: stopping" in result.stderr
+    assert "`phalanx stop`: the run is stopping" in result.stderr
     assert not (runs / script.run_id / "control.json").exists()
     again = command("stop", script.run_id)
     assert again.returncode == 0

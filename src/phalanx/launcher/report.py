@@ -42,9 +42,9 @@ def log_event(event: ev.Event, spec: LaunchSpec) -> None:
         case ev.StopRequested(reason=reason, grace_s=grace_s) if reason.startswith("SIG"):
             _log.warning("%s: stopping (at most %g s; Ctrl-C again to kill)", reason, grace_s)
         case ev.StopRequested(reason=reason, grace_s=grace_s) if reason.startswith("phalanx"):
-            _log.warning("%s: stopping (at most %g s)", reason, grace_s)
+            _log.warning("`%s`: the run is stopping (at most %g s)", reason, grace_s)
         case ev.KillRequested(reason=reason) if reason.startswith("phalanx"):
-            _log.warning("%s: killing", reason)
+            _log.warning("`%s`: the run is ending", reason)
         case _:
             pass
 
