@@ -7,7 +7,7 @@ import signal
 
 import torch
 import torch.nn.functional as F
-from torch.distributed import destroy_process_group, init_process_group
+from torch.distributed import barrier, init_process_group
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
@@ -97,7 +97,7 @@ def main(save_every, total_epochs, batch_size, snapshot_path, out, fail_at):
         weights = {name: value.tolist() for name, value in model.state_dict().items()}
         with open(out, "w") as file:
             json.dump({"weights": weights, "resumed_from": trainer.resumed_from}, file)
-    destroy_process_group()
+    barrier()
 
 
 if __name__ == "__main__":

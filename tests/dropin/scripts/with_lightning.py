@@ -61,6 +61,7 @@ def main(out):
         }
         with open(out, "w") as file:
             json.dump(result, file)
+    trainer.strategy.barrier()
 
 
 if __name__ == "__main__":
