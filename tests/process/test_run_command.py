@@ -716,7 +716,7 @@ def test_redirects_tee_and_filters_by_rank_and_stream(run, write, tmp_path):
         "--duplicate-stdout-filters", "loss,nothing", write(PRINTS),
     )  # fmt: skip
     assert sorted_lines(done.stdout) == ["loss 1", "other 1"], "one rank needs no prefix"
-    assert sorted_lines(done.stderr) == ["[rank 0] error 0"]
+    assert sorted_lines(done.stderr) == ["error 0"]
     files = files_of(tmp_path / "logs")
     assert sorted_lines(files.pop("filtered.out")) == ["[rank 0] loss 0", "[rank 1] loss 1"]
     assert files == {

@@ -146,8 +146,6 @@ class RunOutput:
         """Read all that a worker had printed: it has ended."""
         for pump in self._pumps.get(rank, {}).values():
             pump.drain()
-        for folding in self._folding.values():
-            folding.flush()  # before the news that it has ended
 
     def tail(self, rank: int) -> str:
         """Return the last lines of a rank, standard output first."""
@@ -199,6 +197,8 @@ class RunOutput:
         """Let go of everything."""
         for rank in list(self._pumps):
             self.end(rank)
+        for folding in self._folding.values():
+            folding.flush()
         for sink in self._sinks.values():
             if isinstance(sink, DescriptorSink):
                 self._consoles.give_back(sink)

@@ -10,8 +10,8 @@ What differs on purpose:
 - Nothing polls: `wait` wakes when the run ends, whatever `period` says. It also returns when a
   function left by ``os._exit(0)`` (as one that returned None) or was killed while returning.
 - While the others are being stopped after a failure, ``wait(0)`` returns None instead of blocking.
-- A failure is noticed at once, not up to a second later: a binary that would have ended well in that
-  second is stopped, and is then among the failures, after the root cause.
+- A failure is noticed at once, not up to a second later: a binary that would have ended well in
+  that second is stopped, and is then among the failures, after the root cause.
 - The others get SIGTERM and one second, not thirty: they sit in a collective that can't complete.
   `close` honours its signal and its timeout. A process has five minutes to reach the function, and
   thirty seconds to end after it has returned. Signals go to the rank's process, not to its group;
