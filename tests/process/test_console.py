@@ -288,3 +288,11 @@ def test_no_color_leaves_the_status_line(on_terminal):
     assert process.wait(30) == 0
     assert not re.search(rb"\x1b\[[0-9;]*m", raw)
     assert b"2 of 2 ranks running" in raw
+
+
+def test_a_notebook_s_shell_escape_has_no_status_line(on_terminal):
+    process, terminal = on_terminal(NAP, "--nproc-per-node=2", JPY_PARENT_PID="1")
+    raw = terminal.read()
+    assert process.wait(30) == 0
+    assert b"hello" in raw
+    assert b"running" not in raw

@@ -182,7 +182,7 @@ def status_line(num_ranks: int) -> Iterator[StatusLine | None]:
 
 def _has_terminal() -> bool:
     """Whether standard error is a terminal that obeys, and that we are in front of."""
-    if is_dumb():
+    if is_dumb() or "JPY_PARENT_PID" in os.environ:  # a notebook's `!` is a terminal of one line
         return False
     try:
         fd = sys.stderr.fileno()
