@@ -40,7 +40,7 @@ def test_it_follows_the_run(terminal):
     assert line.text() == "2 of 2 ranks running, 0:00"
     failure = Failure(rank=1, cause="exit", message="it left")
     line.follow(ev.GroupFell(generation=0, failure=failure, restarting=True))
-    assert line.text() == "restarting, 2 ranks alive, 0:00"
+    assert line.text() == "restarting, 2 of 2 ranks alive, 0:00"
     line.follow(ev.GenerationStarted(generation=1))
     assert line.text() == "starting, 2 of 2 ranks alive, 1 restart, 0:00"
 

@@ -76,12 +76,9 @@ class StatusLine:
     def text(self) -> str:
         """Return what it says now."""
         status = self._status
-        alive = len(status.pids)
-        states = {
-            "running": f"{alive} of {self._num_ranks} ranks running",
-            "starting": f"starting, {alive} of {self._num_ranks} ranks alive",
-        }
-        parts = [states.get(status.state, f"{status.state}, {alive} ranks alive")]
+        ranks = f"{len(status.pids)} of {self._num_ranks} ranks"
+        running = status.state == "running"
+        parts = [f"{ranks} running" if running else f"{status.state}, {ranks} alive"]
         if status.restart_count:
             parts.append(f"{status.restart_count} restart{'s' * (status.restart_count > 1)}")
         minutes, seconds = divmod(int(time.monotonic() - self._began_s), 60)
