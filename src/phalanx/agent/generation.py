@@ -95,9 +95,10 @@ class RunResources:
     payload: int
     listener: int
     page_fd: int
+    news: WorkerOwner
 
 
-class GenerationOwner(WorkerOwner, Protocol):
+class GenerationOwner(Protocol):
     """Hears what happens in a generation."""
 
     def feed(self, event: ev.Event) -> None:
@@ -148,7 +149,7 @@ class Generation:
         spec, launch = worker_spec(self._spec, rank, self.number, restart_count), self._run.launch
         server = self._server()
         worker = WorkerProcess(
-            self._loop, server, spec, self._owner, self._run.servers.new_ticket()
+            self._loop, server, spec, self._run.news, self._run.servers.new_ticket()
         )
         self.workers[rank] = worker
         forget_error_file(error_file(self._spec, spec))

@@ -22,26 +22,13 @@ from phalanx import events as ev
 from phalanx import kernel, lifecycle
 from phalanx.agent.generation import Generation, RunResources
 from phalanx.agent.hangs import HangWatch
+from phalanx.agent.news import WorkerNews
 from phalanx.agent.output import RunOutput
 from phalanx.agent.recorder import Recorder
-from phalanx.agent.records import record_of_error_file, record_of_no_start
 from phalanx.agent.stacks import Roundup
 from phalanx.agent.tensors import RunTensors
-from phalanx.agent.worker import WorkerProcess
-from phalanx.failures import Exited, Failure, by_cause
-from phalanx.messages import (
-    DebuggerInput,
-    DebuggerText,
-    Entered,
-    Happened,
-    InputWanted,
-    Raised,
-    Reported,
-    Result,
-    Returned,
-    RunFinished,
-    StoreOpened,
-)
+from phalanx.failures import Failure, by_cause
+from phalanx.messages import Happened, RunFinished
 from phalanx.page import ControlPage, prepare
 from phalanx.paths import RunPaths
 
@@ -50,13 +37,10 @@ if TYPE_CHECKING:
 
     from phalanx.agent.connection import Connection
     from phalanx.agent.consoles import Consoles
-    from phalanx.agent.forkservers import ForkServers, NotMade
+    from phalanx.agent.forkservers import ForkServers
+    from phalanx.agent.worker import WorkerProcess
     from phalanx.control import Request
-    from phalanx.failures import Exit
-    from phalanx.messages import AgentMessage, Launch, WorkerMessage
-
-_MAX_BACKLOG = 16 * 1024 * 1024
-"""Bytes that may wait for a launcher that does not read; beyond, reports are dropped."""
+    from phalanx.messages import AgentMessage, Launch
 
 _IDLE_S = 0.25
 """How long after a group's start its fork server may be improved: not in the way of its first
@@ -101,7 +85,6 @@ class Run:
         self._feeding = False
         self._timer: asyncio.TimerHandle | None = None
         self._generation: Generation | None = None
-        self._dropped_reports = 0
         self._state: lifecycle.GroupState | None = None
         self._hang_watch = HangWatch(
             loop,
@@ -111,6 +94,10 @@ class Run:
             lambda: self._workers,
             self.feed,
         )
+        self._news = WorkerNews(
+            self.spec, launcher, servers, self.output, self.tensors, self._hang_watch,
+            self.feed, self._announce,
+        )  # fmt: skip
 
     # ── in ───────────────────────────────────────────────────────────────────────────────
 
@@ -254,6 +241,7 @@ class Run:
             payload=self._payload,
             listener=self._listener,
             page_fd=self._page_fd,
+            news=self._news,
         )
         self._generation = Generation(resources, self, number, self._loop)
         self._generation.open()
@@ -267,70 +255,7 @@ class Run:
             return  # it has been told by the page, and SIGTERM would only cut it short
         worker.signal(signum)
 
-    # ── what the workers say ─────────────────────────────────────────────────────────────
-
-    def on_worker_made(self, worker: WorkerProcess) -> None:
-        """See `WorkerOwner`."""
-        assert worker.pid is not None  # noqa: S101 - it has just been made
-        self._servers.note_worker(worker.pid, worker.spec.tag)
-        self.feed(ev.WorkerStarted(rank=worker.rank, pid=worker.pid))
-
-    def on_worker_not_made(self, worker: WorkerProcess, failure: NotMade) -> None:
-        """See `WorkerOwner`."""
-        self.output.end(worker.rank)
-        self.feed(
-            ev.StartFailed(rank=worker.rank, failure=record_of_no_start(worker.spec, failure))
-        )
-
-    def on_worker_message(
-        self, worker: WorkerProcess, message: WorkerMessage, fds: list[int]
-    ) -> None:
-        """See `WorkerOwner`."""
-        rank, run_id = worker.rank, self.spec.run_id
-        match message:
-            case Entered():
-                self.feed(ev.WorkerEntered(rank=rank))
-            case Returned(data=data):
-                self._launcher.send(Result(run_id=run_id, rank=rank, data=data), fds)
-                self.feed(ev.WorkerReturned(rank=rank))
-            case Raised(failure=failure):
-                worker.has_failed = True
-                self.feed(ev.WorkerRaised(rank=rank, failure=failure))
-            case Reported(metrics=metrics):
-                self._report(ev.WorkerReported(rank=rank, metrics=metrics))
-            case StoreOpened(pid=pid):
-                self.tensors.connect(fds[0], f"rank {rank}", pid)
-            case DebuggerText(text=text):
-                self.output.write_plain(text)
-            case DebuggerInput(prompt=prompt):
-                self._hang_watch.debugger_waits(rank)
-                self.tell(InputWanted(run_id=run_id, rank=rank, prompt=prompt))
-
-    def on_worker_exited(self, worker: WorkerProcess, exit_: Exit) -> None:
-        """See `WorkerOwner`."""
-        self.output.drain(worker.rank)
-        if exit_ != Exited(0) and not worker.has_failed:
-            self._read_error_file(worker)
-        log_tail = self.output.tail(worker.rank) if exit_ != Exited(0) else ""
-        self.output.end(worker.rank)  # before the news: the rank may be started again at once
-        native_stack = worker.native_stack()
-        self.feed(
-            ev.WorkerExited(
-                rank=worker.rank, exit=exit_, log_tail=log_tail, native_stack=native_stack
-            )
-        )
-
-    def _read_error_file(self, worker: WorkerProcess) -> None:
-        """Code under torchelastic's ``@record`` has said there what went wrong."""
-        failure = record_of_error_file(self.spec, worker.spec, worker.pid)
-        if failure is not None:
-            self.feed(ev.WorkerRaised(rank=worker.rank, failure=failure))
-
-    def _report(self, event: ev.WorkerReported) -> None:
-        if self._launcher.pending > _MAX_BACKLOG:
-            self._dropped_reports += 1
-            return
-        self._announce(event)
+    # ── what others ask ──────────────────────────────────────────────────────────────────
 
     def _who_is_alive(self) -> str:
         """Say who could still put something into the tensor store."""
@@ -387,8 +312,10 @@ class Run:
 
     def _finish(self) -> None:
         assert self._state is not None  # noqa: S101 - only a run that began can end
-        if self._dropped_reports:
-            count = f"{self._dropped_reports:,} reports were dropped: the launcher did not keep up"
+        if self._news.dropped_reports:
+            count = (
+                f"{self._news.dropped_reports:,} reports were dropped: the launcher did not keep up"
+            )
             self._announce(ev.Warned(message=count))
         phase = self._state.phase
         self.tell(
