@@ -256,21 +256,23 @@ def _child_pids_by_scan() -> list[int]:
 
 def parent_and_session(pid: int) -> tuple[int, int]:
     """Return a process' parent and session, or (0, 0) when it is gone."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return 0, 0
-    fields = stat[stat.rindex(b")") + 2 :].split()
-    return int(fields[1]), int(fields[3])
+    fields = _stat_fields(pid)
+    return (int(fields[1]), int(fields[3])) if fields else (0, 0)
 
 
 def process_state(pid: int) -> str:
     """Return a process' state as a letter, as ``S``, ``T`` or ``D``; empty when it is gone."""
+    fields = _stat_fields(pid)
+    return fields[0].decode() if fields else ""
+
+
+def _stat_fields(pid: int) -> list[bytes]:
+    """Return what the kernel says of a process behind its name, which may hold anything."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
-        return ""
-    return stat[stat.rindex(b")") + 2 :][:1].decode()
+        return []
+    return stat[stat.rindex(b")") + 2 :].split()
 
 
 def environment_value(pid: int, name: str) -> str | None:

@@ -221,7 +221,7 @@ class Agent:
 
     def _on_sigterm(self) -> None:
         for run in list(self._runs.values()):
-            run.feed(ev.StopRequested(grace_s=run.spec.grace_s, reason="SIGTERM to the agent"))
+            run.stop("SIGTERM to the agent")
 
 
 def _pass_on(
@@ -230,8 +230,7 @@ def _pass_on(
 ) -> None:
     match message:
         case StopRun(grace_s=grace_s, reason=reason, signum=signum):
-            grace_s = run.spec.grace_s if grace_s is None else grace_s
-            run.feed(ev.StopRequested(grace_s=grace_s, reason=reason, signum=signum))
+            run.stop(reason, grace_s, signum)
         case KillRun(reason=reason):
             run.kill(reason)
         case PassSignal(signum=signum):

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
+from phalanx.agent.lines import with_prefix
+
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Mapping
@@ -28,7 +30,6 @@ _LINES_PER_S: Final = 1000
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Line:
-    key: int
     number: int
     """Its place in the order."""
     text: bytes
@@ -46,7 +47,7 @@ class LineFolder:
         """Lines that so many ranks have said wait for nobody."""
         self._num_ranks = num_ranks
         self._count = 0
-        self._lines: OrderedDict[int, _Line] = OrderedDict()
+        self._lines: OrderedDict[_Line, None] = OrderedDict()
         self._by_text: dict[bytes, list[_Line]] = {}
         self._last: dict[int, _Line] = {}
         """The last line that a rank said."""
@@ -60,12 +61,11 @@ class LineFolder:
             line = equal[later]
         elif equal and rank not in equal[-1].ranks and self._is_last(equal[-1]):
             line = equal[-1]  # behind what this rank has said since
-            self._lines.move_to_end(line.key)
+            self._lines.move_to_end(line)
             line.number = self._next()
         else:
-            number = self._next()
-            line = _Line(key=number, number=number, text=text, due_s=now + WINDOW_S)
-            self._lines[number] = line
+            line = _Line(number=self._next(), text=text, due_s=now + WINDOW_S)
+            self._lines[line] = None
             equal.append(line)
         line.ranks.append(rank)
         self._last[rank] = line
@@ -82,10 +82,10 @@ class LineFolder:
         """Return the lines whose time has come, and who said them; all of them, if None."""
         taken: list[tuple[list[int], bytes]] = []
         while self._lines:
-            line = next(iter(self._lines.values()))
+            line = next(iter(self._lines))
             if now is not None and line.due_s > now and len(line.ranks) < self._num_ranks:
                 break
-            del self._lines[line.key]
+            del self._lines[line]
             equal = self._by_text[line.text]
             del equal[0]
             if not equal:
@@ -96,7 +96,7 @@ class LineFolder:
     @property
     def due_s(self) -> float | None:
         """When the next line's time comes."""
-        return next(iter(self._lines.values())).due_s if self._lines else None
+        return next(iter(self._lines)).due_s if self._lines else None
 
 
 def in_ranges(ranks: list[int]) -> str:
@@ -108,6 +108,11 @@ def in_ranges(ranks: list[int]) -> str:
         else:
             runs.append((rank, rank))
     return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _with_prefix(units: bytes, prefix: bytes) -> bytes:
+    """Return whole units, lines and states of bars, each with the prefix."""
+    return with_prefix(units[:-1].replace(b"\r", b"\r" + prefix) + units[-1:], prefix)
 
 
 class FoldingSink:
@@ -156,10 +161,7 @@ class FoldingSink:
     def pass_by(self, rank: int, data: bytes) -> None:
         """Write units of a rank as they are, behind all that waits."""
         self.flush()
-        prefix = self._prefixes[rank]
-        end = data[-1:]
-        text = data[:-1].replace(b"\n", b"\n" + prefix).replace(b"\r", b"\r" + prefix)
-        self._sink.write(prefix + text + end)
+        self._sink.write(_with_prefix(data, self._prefixes[rank]))
 
     def flush(self) -> None:
         """Write what waits."""
@@ -185,7 +187,7 @@ class FoldingSink:
     def _unit(self, ranks: list[int], text: bytes) -> bytes:
         several = len(ranks) > 1
         prefix = self._prefix_of_several(ranks) if several else self._prefixes[ranks[0]]
-        return prefix + text.replace(b"\r", b"\r" + prefix) + b"\n"
+        return _with_prefix(text + b"\n", prefix)
 
     def _set_timer(self) -> None:
         if self._timer is not None:

@@ -14,13 +14,19 @@ MAX_LINE: Final = 1 << 20
 _ERASE_TO_END: Final = b"\x1b[K"
 
 
+def with_prefix(lines: bytes, prefix: bytes) -> bytes:
+    """Return whole lines, each with the prefix. The last may be the state of a bar."""
+    if not prefix:
+        return lines
+    return prefix + lines[:-1].replace(b"\n", b"\n" + prefix) + lines[-1:]
+
+
 class LinePrefixer:
     """One stream's state: the unit that has begun and not ended."""
 
     def __init__(self, prefix: bytes, *, terminal: bool = False) -> None:
         """Put `prefix` before each unit; on a terminal, bars are erased as they are redrawn."""
         self._prefix = prefix
-        self._newline = b"\n" + prefix
         self._terminal = terminal
         self._rest = b""
         self._shown_bar = False
@@ -41,9 +47,7 @@ class LinePrefixer:
             return self._cut_long()
         whole = self._rest + data[:end] if self._rest else data[:end]
         self._rest = data[end:]
-        if not self._prefix:
-            return whole
-        return self._prefix + whole[:-1].replace(b"\n", self._newline) + b"\n"
+        return with_prefix(whole, self._prefix)
 
     def take_bar(self) -> bytes:
         """Return the bar's state as far as it came, as if it had ended."""

@@ -76,6 +76,10 @@ class RunOutput:
             else:
                 self._sinks[stream] = RelaySink(_relay(spec.run_id, stream, tell))
         self._given_up = False
+        self._on_console: dict[Stream, list[int]] = {
+            stream: [r for r in range(spec.world_size) if spec.goes_to_console(r, stream)]
+            for stream in self._sinks
+        }
         self._folding = self._fold() if spec.fold else {}
         self._pumps: dict[int, dict[Stream, StreamPump]] = {}
 
@@ -235,21 +239,18 @@ class RunOutput:
         """Stand before each console that several ranks print to; two streams may share one."""
         folding: dict[Stream, FoldingSink] = {}
         for stream, sink in self._sinks.items():
-            ranks = self._on_console(stream)
+            ranks = self._on_console[stream]
             prefixes = {rank: self._prefix(rank, stream).encode() for rank in ranks}
             other = next((o for o in folding if self._sinks[o] is sink), None)
-            if other is not None and self._on_console(other) == ranks:
+            if other is not None and self._on_console[other] == ranks:
                 folding[stream] = folding[other]
             elif len(ranks) > 1:
                 several = functools.partial(self._several, stream)
                 folding[stream] = FoldingSink(self._loop, sink, prefixes, several)
         return folding
 
-    def _on_console(self, stream: Stream) -> list[int]:
-        return [r for r in range(self._spec.world_size) if self._spec.goes_to_console(r, stream)]
-
     def _prefix(self, rank: int, stream: Stream) -> str:
-        if len(self._on_console(stream)) == 1:
+        if len(self._on_console[stream]) == 1:
             return ""
         return self._coloured(f"[rank {rank}] ", _COLOURS[rank % len(_COLOURS)], stream)
 

@@ -175,9 +175,7 @@ class Run:
 
     def _stop_unread(self) -> None:
         """As a program ends that prints to a closed pipe."""
-        grace_s = self.spec.grace_s
-        reason = "SIGPIPE (nobody reads the output any more)"
-        self._loop.call_soon(self.feed, ev.StopRequested(grace_s=grace_s, reason=reason))
+        self._loop.call_soon(self.stop, "SIGPIPE (nobody reads the output any more)")
 
     # ── orders ───────────────────────────────────────────────────────────────────────────
 
@@ -283,8 +281,14 @@ class Run:
         for worker in takers:
             worker.signal(signum)
         if not takers:
-            name = kernel.signal_name(signum)
-            self.feed(ev.StopRequested(grace_s=self.spec.grace_s, reason=name))
+            self.stop(kernel.signal_name(signum))
+
+    def stop(
+        self, reason: str, grace_s: float | None = None, signum: int = signal.SIGTERM.value
+    ) -> None:
+        """End it in order; None: with the grace that the launch asked for."""
+        grace_s = self.spec.grace_s if grace_s is None else grace_s
+        self.feed(ev.StopRequested(grace_s=grace_s, reason=reason, signum=signum))
 
     def kill(self, reason: str) -> None:
         """End it now, without waiting for a console that does not read."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from phalanx import events as ev
 from phalanx.control import CONTROL_MODE, Answered, ControlFile, KillRank, ShowStacks, Visit
 from phalanx.errors import RunDirectoryError
 from phalanx.messages import KillRun, StopRun
@@ -114,8 +113,7 @@ class Visitors:
             return _has_ended(wish.run_id)
         match wish:
             case StopRun(grace_s=grace_s, reason=reason):
-                grace_s = run.spec.grace_s if grace_s is None else max(0.0, grace_s)
-                run.feed(ev.StopRequested(grace_s=grace_s, reason=reason))
+                run.stop(reason, None if grace_s is None else max(0.0, grace_s))
             case KillRun(reason=reason):
                 run.kill(reason)
             case KillRank(rank=rank):

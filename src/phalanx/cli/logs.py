@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx import paths
+from phalanx.agent.lines import with_prefix
 from phalanx.cli.events import POLL_S
 from phalanx.cli.runs import LineReader, Status, decode_events, find_run
 from phalanx.cli.usage import UsageError
@@ -117,7 +118,7 @@ class _Printer:
 
 
 def prefixed(data: bytes, prefix: bytes) -> bytes:
-    """Return whole lines, each with the prefix."""
+    """Return lines, each with the prefix; the last may lack its end."""
     if not data.endswith(b"\n"):
         data += b"\n"
-    return prefix + data[:-1].replace(b"\n", b"\n" + prefix) + b"\n"
+    return with_prefix(data, prefix)
