@@ -16,7 +16,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+import phalanx
+
 HERE = Path(__file__).parent
+SOURCE = str(Path(phalanx.__file__).parents[1])
+"""What every Python program of a test finds Phalanx by: the code that is being tested."""
 _CHECKED = ("dropin", "process", "ranks")
 _OURS = ("phalanx.agent", "phalanx.forkserver")
 
@@ -124,7 +128,7 @@ class Script:
 
     def __init__(self, argv: list[str], cwd: Path, **options) -> None:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PHALANX"))}
-        env["PYTHONPATH"] = ""
+        env["PYTHONPATH"] = SOURCE
         env |= options.pop("env", {})
         self.process = subprocess.Popen(
             argv,
@@ -169,6 +173,27 @@ def script(tmp_path: Path):
         path = tmp_path / name
         path.write_text(source)
         scripts.append(Script([sys.executable, str(path), *arguments], tmp_path, **options))
+        return scripts[-1]
+
+    yield start
+    end_scripts(scripts)
+
+
+@pytest.fixture
+def start_phalanx(tmp_path: Path):
+    """Start the command with these arguments, beside a ``train.py`` of this source.
+
+    Whatever it started is ended with the test.
+    """
+    scripts: list[Script] = []
+
+    def start(
+        *arguments: object, source: str | None = None, module: str = "phalanx", **options
+    ) -> Script:
+        if source is not None:
+            (tmp_path / "train.py").write_text(source)
+        options.setdefault("cwd", tmp_path)
+        scripts.append(Script([sys.executable, "-m", module, *map(str, arguments)], **options))
         return scripts[-1]
 
     yield start

@@ -15,11 +15,9 @@ from pathlib import Path
 
 import pytest
 
-import phalanx
 from tests.conftest import Script, end_scripts
 
 SCRIPTS = Path(__file__).parent / "scripts"
-SOURCE = str(Path(phalanx.__file__).parents[1])
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 PHALANX = ("-m", "phalanx", "run")
 
@@ -41,8 +39,7 @@ class Launch:
             options = (*options, "--log-dir", str(self.folder / "torchrun"))
         argv = [*launcher, "--nproc-per-node", "2", *options, str(SCRIPTS / name), *arguments]
         home = {"TMPDIR": str(self.temporary), "HF_HOME": str(self.folder / "hf")}
-        env = {"PYTHONPATH": SOURCE, **home, **env}
-        self.scripts.append(Script([sys.executable, *argv], self.folder, env=env))
+        self.scripts.append(Script([sys.executable, *argv], self.folder, env={**home, **env}))
         return self.scripts[-1]
 
     def left(self) -> set[str]:

@@ -14,14 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-import phalanx
 from phalanx import paths
 from phalanx.control import Answered, KillRank, Visit, read_control
 from phalanx.messages import CloseStore, KillRun, StopRun
 from phalanx.wire import Channel, encode
-from tests.conftest import Script, wait_until
-
-SOURCE = str(Path(phalanx.__file__).parents[1])
+from tests.conftest import SOURCE, Script, wait_until
 
 NAP = """
 import os, sys, time
@@ -53,21 +50,9 @@ def runs(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def start(tmp_path):
-    """Start the command with these arguments; whatever it started is ended with the test."""
-    scripts: list[Script] = []
-
-    def start(*arguments: str) -> Script:
-        argv = [sys.executable, "-m", "phalanx", *arguments]
-        scripts.append(Script(argv, tmp_path, env={"PYTHONPATH": SOURCE}))
-        return scripts[-1]
-
-    yield start
-    for one in scripts:
-        one.kill_group()
-        one.process.wait()
-        one.process.stdout.close()
-        one.process.stderr.close()
+def start(start_phalanx):
+    """Start the command with these arguments."""
+    return start_phalanx
 
 
 @pytest.fixture
@@ -172,7 +157,7 @@ def test_stop_with_a_grace_of_its_own(nap, command, runs):
 
 @pytest.mark.parametrize("wish", ["stop", "kill"])
 def test_a_run_of_start_processes_hears_it_too(script, command, wish):
-    program = script(FROM_A_SCRIPT, env={"PYTHONPATH": SOURCE})
+    program = script(FROM_A_SCRIPT)
     wait_until(living, 20)
     (run_id,) = living()
     wait_until(lambda: "GroupRan" in events_of(run_id), 20)

@@ -8,14 +8,11 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-import phalanx
-from tests.conftest import Script, end_scripts, tagged_processes, wait_until
+from tests.conftest import SOURCE, Script, tagged_processes, wait_until
 
-SOURCE = str(Path(phalanx.__file__).parents[1])
 SAYS = """
 import os, sys, time
 rank = os.environ["RANK"]
@@ -28,18 +25,13 @@ time.sleep(0.5)
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(start_phalanx):
     """Start `phalanx run` with a script of this source."""
-    scripts: list[Script] = []
 
     def start(source: str, *options: str, **more) -> Script:
-        (tmp_path / "train.py").write_text(source)
-        argv = [sys.executable, "-m", "phalanx", "run", "--preload", "", *options, "train.py"]
-        scripts.append(Script(argv, tmp_path, env={"PYTHONPATH": SOURCE}, **more))
-        return scripts[-1]
+        return start_phalanx("run", "--preload", "", *options, "train.py", source=source, **more)
 
-    yield start
-    end_scripts(scripts)
+    return start
 
 
 class Terminal:

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,9 +14,8 @@ import pytest
 import phalanx
 from phalanx import NotALauncherError, SpecError, WorkerFailedError, get_context, start_processes
 from phalanx import events as ev
-from tests.conftest import Script, end_scripts, wait_until
+from tests.conftest import Script, wait_until
 
-SOURCE = str(Path(phalanx.__file__).parents[1])
 TIMEOUT_S = 1.0
 LONG_S = 4 * TIMEOUT_S
 """Somebody would have been called hung by then."""
@@ -37,20 +35,10 @@ def hang_of(context) -> WorkerFailedError:
 
 
 @pytest.fixture
-def start(tmp_path, monkeypatch):
-    """Start the command in a folder with a script of this source."""
+def start(start_phalanx, tmp_path, monkeypatch):
+    """Start the command; the runs of this test are among no others."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    scripts: list[Script] = []
-
-    def start(*arguments: str, source: str | None = None, **options) -> Script:
-        if source is not None:
-            (tmp_path / "train.py").write_text(source)
-        argv = [sys.executable, "-m", "phalanx", *arguments]
-        scripts.append(Script(argv, tmp_path, env={"PYTHONPATH": SOURCE}, **options))
-        return scripts[-1]
-
-    yield start
-    end_scripts(scripts)
+    return start_phalanx
 
 
 # ── who hangs ────────────────────────────────────────────────────────────────────────────
@@ -343,7 +331,7 @@ print("returns", context.wait().returns)
 
 
 def test_who_sits_in_a_debugger_is_given_time(script):
-    started = script(DEBUGGED, "4", stdin=subprocess.PIPE, env={"PYTHONPATH": SOURCE})
+    started = script(DEBUGGED, "4", stdin=subprocess.PIPE)
     time.sleep(LONG_S)
     done = started.finish(30, stdin="p rank\nc\n")
     assert (done.returncode, done.stderr) == (0, "")

@@ -8,31 +8,23 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
-import phalanx
-from tests.conftest import Script, end_scripts, tagged_processes, wait_until
+from tests.conftest import Script, tagged_processes, wait_until
 
-SOURCE = str(Path(phalanx.__file__).parents[1])
 LIGHT = ("--preload", "")
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(start_phalanx):
     """Start `phalanx run` with a script of this source."""
-    scripts: list[Script] = []
 
     def start(source: str, *options: str, **env: str) -> Script:
-        (tmp_path / "train.py").write_text(source)
-        argv = [sys.executable, "-m", "phalanx", "run", "--no-fold", *options, "train.py"]
-        scripts.append(Script(argv, tmp_path, env={"PYTHONPATH": SOURCE, **env}))
-        return scripts[-1]
+        return start_phalanx("run", "--no-fold", *options, "train.py", source=source, env=env)
 
-    yield start
-    end_scripts(scripts)
+    return start
 
 
 # ── ends ─────────────────────────────────────────────────────────────────────────────────

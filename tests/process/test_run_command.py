@@ -13,10 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-import phalanx
-from tests.conftest import Script, end_scripts, tagged_processes, wait_until
+from tests.conftest import SOURCE, tagged_processes, wait_until
 
-SOURCE = str(Path(phalanx.__file__).parents[1])
 LIGHT = ("--preload", "")
 """Most of what is tested here does not need torch."""
 METHODS = pytest.mark.parametrize(
@@ -25,25 +23,18 @@ METHODS = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def start(tmp_path):
-    """Start `phalanx run` with these arguments; whatever it started is ended with the test.
+def start(start_phalanx):
+    """Start `phalanx run` with these arguments.
 
     Unless asked for, equal lines are not folded: most tests count them.
     """
-    scripts: list[Script] = []
 
-    def start(
-        *arguments: str, env: dict[str, str] | None = None, module="phalanx", fold=False, **options
-    ):
+    def start(*arguments: str, module="phalanx", fold=False, **options):
         words = ("run",) if module == "phalanx" else ()
         words = words if fold else (*words, "--no-fold")
-        argv = [sys.executable, "-m", module, *words, *map(str, arguments)]
-        options.setdefault("cwd", tmp_path)
-        scripts.append(Script(argv, env={"PYTHONPATH": SOURCE, **(env or {})}, **options))
-        return scripts[-1]
+        return start_phalanx(*words, *arguments, module=module, **options)
 
-    yield start
-    end_scripts(scripts)
+    return start
 
 
 @pytest.fixture
