@@ -9,7 +9,7 @@ import psutil
 
 from benchmarks.stats import Row, show
 from phalanx import start_processes
-from phalanx.events import GroupRan
+from phalanx.values.events import GroupRan
 
 
 def _trivial(rank: int, world_size: int) -> int:

@@ -21,13 +21,13 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import phalanx
-from phalanx.events import GenerationStarted, GroupFell, WorkerReported
+from phalanx.values.events import GenerationStarted, GroupFell, WorkerReported
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from phalanx.events import Event
+    from phalanx.values.events import Event
 
 
 @dataclass(frozen=True, kw_only=True)

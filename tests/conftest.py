@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 SOURCE = str(Path(phalanx.__file__).parents[1])
 """What every Python program of a test finds Phalanx by: the code that is being tested."""
 _CHECKED = ("dropin", "process", "ranks")
-_OURS = ("phalanx.agent", "phalanx.forkserver")
+_OURS = ("phalanx.agent", "phalanx.worker.forkserver")
 
 
 @pytest.fixture(scope="session", autouse=True)

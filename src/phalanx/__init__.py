@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from phalanx.api import prewarm, start_processes
-    from phalanx.context import RunResult, SubprocessContext, get_context
-    from phalanx.errors import (
+    from phalanx.launcher.api import prewarm, start_processes
+    from phalanx.tensors.sync.shm.backend import register_shm_backend
+    from phalanx.values.context import RunResult, SubprocessContext, get_context
+    from phalanx.values.errors import (
         AgentLostError,
         CallMismatchError,
         GroupError,
@@ -35,15 +36,14 @@ if TYPE_CHECKING:
         TensorError,
         WorkerFailedError,
     )
-    from phalanx.failures import Exited, Failure, Signaled
-    from phalanx.sync.shm.backend import register_shm_backend
+    from phalanx.values.failures import Exited, Failure, Signaled
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "phalanx.api": ("prewarm", "start_processes"),
-    "phalanx.context": ("RunResult", "SubprocessContext", "get_context"),
-    "phalanx.errors": (
+    "phalanx.launcher.api": ("prewarm", "start_processes"),
+    "phalanx.values.context": ("RunResult", "SubprocessContext", "get_context"),
+    "phalanx.values.errors": (
         "AgentLostError",
         "CallMismatchError",
         "GroupError",
@@ -67,9 +67,12 @@ _HOMES = {
         "TensorError",
         "WorkerFailedError",
     ),
-    "phalanx.failures": ("Exited", "Failure", "Signaled"),
-    "phalanx.sync.shm.backend": ("register_shm_backend",),
+    "phalanx.values.failures": ("Exited", "Failure", "Signaled"),
+    "phalanx.tensors.sync.shm.backend": ("register_shm_backend",),
 }
+
+_MODULES = ("errors", "events", "failures")
+"""Modules that people may name as a whole: what ``events()`` yields, and what is raised."""
 
 __all__ = [
     "AgentLostError",
@@ -110,6 +113,8 @@ def __getattr__(name: str) -> object:
     """Import a public name on first use."""
     import importlib  # noqa: PLC0415 - not needed before
 
+    if name in _MODULES:
+        return importlib.import_module(f"phalanx.values.{name}")
     for module, names in _HOMES.items():
         if name in names:
             value: object = getattr(importlib.import_module(module), name)

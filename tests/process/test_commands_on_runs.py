@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from phalanx import paths
-from phalanx.control import Answered, KillRank, Visit, read_control
-from phalanx.messages import CloseStore, KillRun, StopRun
-from phalanx.wire import Channel, encode
+from phalanx.system import paths
+from phalanx.wire.control import Answered, KillRank, Visit, read_control
+from phalanx.wire.frames import Channel, encode
+from phalanx.wire.messages import CloseStore, KillRun, StopRun
 from tests.conftest import SOURCE, Script, wait_until
 
 NAP = """
@@ -29,7 +29,8 @@ time.sleep(float(sys.argv[1]))
 
 FROM_A_SCRIPT = """
 import time
-from phalanx import start_processes, errors
+from phalanx import start_processes
+from phalanx.values import errors
 
 def nap(rank, world_size):
     time.sleep(300)

@@ -13,7 +13,7 @@ import pytest
 
 import phalanx
 from phalanx import NotALauncherError, SpecError, WorkerFailedError, get_context, start_processes
-from phalanx import events as ev
+from phalanx.values import events as ev
 from tests.conftest import Script, wait_until
 
 TIMEOUT_S = 1.0

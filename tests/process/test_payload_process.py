@@ -11,12 +11,12 @@ import pytest
 PROGRAM = '''
 """About this program."""
 import io, pickle, subprocess, sys, threading
-from phalanx import payload
+from phalanx.wire import payload
 
 WORKER = """
 import io, sys, types
 main = sys.modules["__main__"] = types.ModuleType("__main__")
-from phalanx import payload
+from phalanx.wire import payload
 call = payload.load_call(sys.stdin.buffer.read(), context="own", main=main)
 file = io.BytesIO()
 payload.dump_value(call.function(0, 1, *call.args, **call.kwargs), file)

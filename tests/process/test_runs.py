@@ -26,7 +26,7 @@ from phalanx import (
     get_context,
     start_processes,
 )
-from phalanx import events as ev
+from phalanx.values import events as ev
 
 METHODS = pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 

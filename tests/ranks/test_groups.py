@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from phalanx import WorkerFailedError, get_context, start_processes
-from phalanx import events as ev
 from phalanx.testing import FaultInjector
+from phalanx.values import events as ev
 
 BOTH = pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 

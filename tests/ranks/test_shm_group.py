@@ -12,7 +12,7 @@ import time
 import pytest
 
 from phalanx import WorkerFailedError, get_context, start_processes
-from phalanx.sync.shm.backend import why_unsupported
+from phalanx.tensors.sync.shm.backend import why_unsupported
 
 pytestmark = pytest.mark.skipif(why_unsupported() is not None, reason=str(why_unsupported()))
 

@@ -16,7 +16,7 @@ from phalanx.cli.options import parse
 from phalanx.cli.plan import plan
 from phalanx.cli.run import exit_code_of_failure
 from phalanx.cli.usage import UsageError
-from phalanx.failures import Exited, Failure, Signaled
+from phalanx.values.failures import Exited, Failure, Signaled
 from phalanx.worker.numa import cpus_of_rank, node_of_ranks, parse_list
 
 

@@ -9,14 +9,14 @@ import typing
 import msgspec
 import pytest
 
-from phalanx import events as ev
-from phalanx import paths
 from phalanx.agent.recorder import Recorder
 from phalanx.cli import completion, logs, main, parsers, ps, runs
 from phalanx.cli import events as events_command
 from phalanx.cli.usage import UsageError
-from phalanx.failures import Exited, Failure
-from phalanx.spec import LaunchSpec, Program
+from phalanx.system import paths
+from phalanx.values import events as ev
+from phalanx.values.failures import Exited, Failure
+from phalanx.values.spec import LaunchSpec, Program
 
 FAILURE = Failure(rank=2, cause="exception", message="loss is\nnan", type_name="ValueError")
 EVENTS = (

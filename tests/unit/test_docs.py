@@ -9,7 +9,7 @@ from pathlib import Path
 import phalanx
 from phalanx.launcher.context import LauncherContext
 from phalanx.lifecycle import table_as_markdown
-from phalanx.store.surface import SharedTensors
+from phalanx.values.tensors import SharedTensors
 from phalanx.worker.context import WorkerContext
 
 ROOT = Path(__file__).parents[2]

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pickle
 
-from phalanx.errors import WorkerFailedError
-from phalanx.failures import Exited, Failure, Signaled, by_cause
 from phalanx.launcher.report import failure_page
-from phalanx.spec import LaunchSpec
+from phalanx.values.errors import WorkerFailedError
+from phalanx.values.failures import Exited, Failure, Signaled, by_cause
+from phalanx.values.spec import LaunchSpec
 
 SPEC = LaunchSpec(
     run_id="r", function="train", world_size=4, num_processes_per_machine=4,

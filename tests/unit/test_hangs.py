@@ -8,8 +8,8 @@ import pytest
 
 from phalanx import SpecError
 from phalanx.lifecycle.hangs import Sighting, find_hung, next_look
-from phalanx.spec import to_seconds
-from phalanx.whereabouts import as_text, grouped, own_frame, parse_frames, waits_for_others
+from phalanx.system.whereabouts import as_text, grouped, own_frame, parse_frames, waits_for_others
+from phalanx.values.spec import to_seconds
 
 TIMEOUT_S = 10.0
 

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx import commands as do
-from phalanx import events as ev
 from phalanx import lifecycle
-from phalanx.errors import IllegalTransitionError
-from phalanx.failures import Exited, Failure, Signaled
 from phalanx.lifecycle import ABORT_GRACE_S, UNKILLABLE_S, VERDICT_S, Policy
 from phalanx.testing import FakeProcesses
+from phalanx.values import commands as do
+from phalanx.values import events as ev
+from phalanx.values.errors import IllegalTransitionError
+from phalanx.values.failures import Exited, Failure, Signaled
 
 SIGKILLED = Signaled(9, "SIGKILL")
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import os
 
-from phalanx import kernel
-from phalanx.page import ControlPage, page_size, prepare
+from phalanx.system import kernel
+from phalanx.system.page import ControlPage, page_size, prepare
 
 
 def test_what_one_side_writes_the_other_reads():

@@ -4,8 +4,8 @@ import fcntl
 
 import pytest
 
-from phalanx import paths
-from phalanx.errors import RunDirectoryError
+from phalanx.system import paths
+from phalanx.values.errors import RunDirectoryError
 
 
 @pytest.fixture(autouse=True)

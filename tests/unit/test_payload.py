@@ -14,9 +14,9 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import cloudpickle.cloudpickle as tracker
 import pytest
 
-from phalanx import payload, pickling
-from phalanx.context import SubprocessContext
-from phalanx.errors import PayloadError
+from phalanx.values.context import SubprocessContext
+from phalanx.values.errors import PayloadError
+from phalanx.wire import payload, pickling
 
 OWN = "the worker's context"
 

@@ -3,13 +3,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phalanx.errors import GroupTimeoutError, GroupUnsupportedError, PeerLostError
-from phalanx.failures import kind_of
-from phalanx.spec import check_backend
-from phalanx.sync.shm import backend
-from phalanx.sync.shm.exchange import DTYPES, NAMES, REDUCTIONS, Call
-from phalanx.sync.shm.reduction import Reduction
-from phalanx.sync.shm.segment import LINE_BYTES, NUM_SLOTS, Layout
+from phalanx.tensors.sync.shm import backend
+from phalanx.tensors.sync.shm.exchange import DTYPES, NAMES, REDUCTIONS, Call
+from phalanx.tensors.sync.shm.reduction import Reduction
+from phalanx.tensors.sync.shm.segment import LINE_BYTES, NUM_SLOTS, Layout
+from phalanx.values.errors import GroupTimeoutError, GroupUnsupportedError, PeerLostError
+from phalanx.values.failures import kind_of
+from phalanx.values.spec import check_backend
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -87,7 +87,7 @@ def kind(error: Exception) -> str:
 def test_a_lost_peer_is_an_effect_a_timeout_is_not():
     lost = "rank 2 (pid 7) died while rank 0 waited for it in barrier(); see its own error"
     assert kind(PeerLostError(lost)) == "effect"
-    assert kind(RuntimeError(f"phalanx.errors.PeerLostError: {lost}")) == "effect"
+    assert kind(RuntimeError(f"phalanx.PeerLostError: {lost}")) == "effect"
     assert kind(GroupTimeoutError("barrier() timed out")) == "primary"
 
 

@@ -4,8 +4,8 @@ from datetime import timedelta
 
 import pytest
 
-from phalanx import spec
-from phalanx.errors import SpecError
+from phalanx.values import spec
+from phalanx.values.errors import SpecError
 
 
 def launch(**changes) -> spec.LaunchSpec:

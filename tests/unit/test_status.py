@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from phalanx import events as ev
 from phalanx.cli.status import StatusLine
-from phalanx.failures import Failure
+from phalanx.values import events as ev
+from phalanx.values.failures import Failure
 
 ERASE = "\r\x1b[K"
 

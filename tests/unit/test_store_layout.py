@@ -18,12 +18,20 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 
-from phalanx import kernel
-from phalanx.errors import StoreFullError, TensorError
-from phalanx.store import memory
-from phalanx.store.layout import Plan, ValueLayout, _decoder, plan_tensor, plan_tree, read, write
-from phalanx.store.memory import WrittenSegments, as_bytes, copied, map_privately
-from phalanx.store.messages import Reserved
+from phalanx.system import kernel
+from phalanx.tensors.store import memory
+from phalanx.tensors.store.layout import (
+    Plan,
+    ValueLayout,
+    _decoder,
+    plan_tensor,
+    plan_tree,
+    read,
+    write,
+)
+from phalanx.tensors.store.memory import WrittenSegments, as_bytes, copied, map_privately
+from phalanx.tensors.store.messages import Reserved
+from phalanx.values.errors import StoreFullError, TensorError
 
 # What torch says once per process of complex32.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")

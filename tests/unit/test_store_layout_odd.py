@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.errors import TensorError
-from phalanx.store.layout import plan_tensor, plan_tree, read
-from phalanx.store.memory import as_bytes, copied
+from phalanx.tensors.store.layout import plan_tensor, plan_tree, read
+from phalanx.tensors.store.memory import as_bytes, copied
+from phalanx.values.errors import TensorError
 
 
 def trip_tree(tree):

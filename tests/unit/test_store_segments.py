@@ -11,8 +11,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from phalanx import kernel
-from phalanx.store.segments import PoolFullError, Segment, SegmentPool
+from phalanx.system import kernel
+from phalanx.tensors.store.segments import PoolFullError, Segment, SegmentPool
 
 PAGE = 4096
 MIB = 1 << 20

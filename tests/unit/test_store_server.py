@@ -9,8 +9,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from phalanx.store import messages as m
-from phalanx.store.server import TensorStore
+from phalanx.tensors.store import messages as m
+from phalanx.tensors.store.server import TensorStore
 
 LIMIT = 10 << 20
 

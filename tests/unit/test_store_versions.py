@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from phalanx.store.versions import Versions
+from phalanx.tensors.store.versions import Versions
 
 
 def commit_all(versions: Versions[str], version: int, *, generation: str = "") -> list[str]:

@@ -8,34 +8,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx import wire
-from phalanx.errors import FrameError
-from phalanx.messages import Entered, InputLine, Reported, Returned, WorkerMessage
+from phalanx.values.errors import FrameError
+from phalanx.wire import frames
+from phalanx.wire.messages import Entered, InputLine, Reported, Returned, WorkerMessage
 
 
-def reader() -> wire.FrameReader:
-    return wire.FrameReader(WorkerMessage)
+def reader() -> frames.FrameReader:
+    return frames.FrameReader(WorkerMessage)
 
 
 @given(st.lists(st.integers(1, 40), max_size=30))
 def test_frames_come_whole_however_the_bytes_are_cut(cuts):
     sent = [Entered(), Reported(metrics={"loss": 0.5, "ok": True}), Returned(data=b"x" * 50)]
-    data = b"".join(map(wire.encode, sent))
-    frames, got = reader(), []
+    data = b"".join(map(frames.encode, sent))
+    stream, got = reader(), []
     while data:
         size = cuts.pop() if cuts else len(data)
-        frames.feed(data[:size])
+        stream.feed(data[:size])
         data = data[size:]
-        got += [message for message, _ in frames.messages()]
+        got += [message for message, _ in stream.messages()]
     assert got == sent
 
 
 @given(st.binary(min_size=8, max_size=200))
 def test_noise_is_an_error_or_incomplete_and_nothing_else(noise):
-    frames = reader()
-    frames.feed(noise)
+    stream = reader()
+    stream.feed(noise)
     try:
-        messages = list(frames.messages())
+        messages = list(stream.messages())
     except FrameError:
         return
     length, _ = struct.unpack_from("<II", noise)
@@ -45,30 +45,30 @@ def test_noise_is_an_error_or_incomplete_and_nothing_else(noise):
 @pytest.mark.parametrize(
     "data",
     [
-        struct.pack("<II", wire.MAX_FRAME + 1, 0),
-        struct.pack("<II", 10, wire.MAX_FDS + 1),
+        struct.pack("<II", frames.MAX_FRAME + 1, 0),
+        struct.pack("<II", 10, frames.MAX_FDS + 1),
         struct.pack("<II", 3, 0) + b"abc",
-        wire.encode(InputLine(run_id="r", rank=0, text="not from a worker")),
+        frames.encode(InputLine(run_id="r", rank=0, text="not from a worker")),
         struct.pack("<II", 1, 2) + b"\xc0",
     ],
     ids=["too long", "too many descriptors", "no msgpack", "other union", "descriptors missing"],
 )
 def test_bad_frames_are_refused(data):
-    frames = reader()
-    frames.feed(data)
+    stream = reader()
+    stream.feed(data)
     with pytest.raises(FrameError):
-        list(frames.messages())
+        list(stream.messages())
 
 
 def test_a_message_that_is_too_large_is_refused_by_the_sender(monkeypatch):
-    monkeypatch.setattr(wire, "MAX_FRAME", 100)
+    monkeypatch.setattr(frames, "MAX_FRAME", 100)
     with pytest.raises(FrameError, match="101|1.."):
-        wire.encode(Returned(data=b"x" * 200))
+        frames.encode(Returned(data=b"x" * 200))
 
 
 def test_descriptors_arrive_with_their_own_message():
     ours, theirs = socket.socketpair()
-    sender, receiver = wire.Channel(ours, WorkerMessage), wire.Channel(theirs, WorkerMessage)
+    sender, receiver = frames.Channel(ours, WorkerMessage), frames.Channel(theirs, WorkerMessage)
     pipes = [os.pipe() for _ in range(3)]
     for number, (_, write_end) in enumerate(pipes):
         sender.send(Reported(metrics={"n": number}))

@@ -12,17 +12,17 @@ import sys
 
 import msgspec
 
-from phalanx import events as ev
-from phalanx import kernel
 from phalanx.agent.connection import Connection
 from phalanx.agent.consoles import Consoles
 from phalanx.agent.forkservers import ForkServers
 from phalanx.agent.run import Run
 from phalanx.agent.tensors import RunTensors
 from phalanx.agent.visitors import Visitors
-from phalanx.control import KillRank, Request, ShowStacks, Visit, is_own_user
-from phalanx.errors import FrameError
-from phalanx.messages import (
+from phalanx.system import kernel
+from phalanx.values import events as ev
+from phalanx.values.errors import FrameError
+from phalanx.wire.control import KillRank, Request, ShowStacks, Visit, is_own_user
+from phalanx.wire.messages import (
     AskForStacks,
     CloseStore,
     ConsoleTaken,

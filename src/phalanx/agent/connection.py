@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from phalanx.errors import FrameError
-from phalanx.wire import FrameReader, encode, receive_some, send_some
+from phalanx.values.errors import FrameError
+from phalanx.wire.frames import FrameReader, encode, receive_some, send_some
 
 if TYPE_CHECKING:
     import asyncio

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from phalanx import kernel
+from phalanx.system import kernel
 
 if TYPE_CHECKING:
     import asyncio

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import msgspec
 
-from phalanx import kernel
 from phalanx.agent.connection import Connection
 from phalanx.agent.spawn import spawn_fork_server
-from phalanx.failures import Exit, Signaled
-from phalanx.forkserver.orphans import Orphanage
-from phalanx.messages import (
+from phalanx.system import kernel
+from phalanx.values.failures import Exit, Signaled
+from phalanx.wire.messages import (
     ChildExited,
     ChildFailed,
     ChildMade,
@@ -35,13 +34,14 @@ from phalanx.messages import (
     Sweep,
     Swept,
 )
+from phalanx.worker.forkserver.orphans import Orphanage
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Sequence
 
-    from phalanx.errors import FrameError
-    from phalanx.spec import ProcessImage
+    from phalanx.values.errors import FrameError
+    from phalanx.values.spec import ProcessImage
 
 _BEREAVED_PATIENCE_S = 1.0
 _BEREAVED_POLL_S = 0.002

@@ -8,20 +8,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from phalanx import events as ev
-from phalanx import kernel
 from phalanx.agent.worker import WorkerOwner, WorkerProcess, forget_error_file
-from phalanx.messages import MakeStoreHost
-from phalanx.spec import error_file, worker_environment, worker_spec
+from phalanx.system import kernel
+from phalanx.values import events as ev
+from phalanx.values.spec import error_file, worker_environment, worker_spec
+from phalanx.wire.messages import MakeStoreHost
 
 if TYPE_CHECKING:
     import asyncio
 
     from phalanx.agent.forkservers import ForkServer, ForkServers, NotMade
     from phalanx.agent.output import RunOutput
-    from phalanx.failures import Exit
-    from phalanx.messages import Launch
-    from phalanx.spec import LaunchSpec
+    from phalanx.values.failures import Exit
+    from phalanx.values.spec import LaunchSpec
+    from phalanx.wire.messages import Launch
 
 _SWEEP_POLL_S = 0.002
 _SWEEP_PATIENCE_S = 3.0

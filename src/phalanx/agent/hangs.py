@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from phalanx import events as ev
-from phalanx import kernel
 from phalanx.agent.stacks import Roundup, Stack
-from phalanx.failures import Failure
 from phalanx.lifecycle.hangs import Sighting, find_hung, next_look, silent_ranks
-from phalanx.whereabouts import STOPPED, as_text, describe_state, grouped, own_frame
+from phalanx.system import kernel
+from phalanx.system.whereabouts import STOPPED, as_text, describe_state, grouped, own_frame
+from phalanx.values import events as ev
+from phalanx.values.failures import Failure
 
 if TYPE_CHECKING:
     import asyncio
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from phalanx.agent.output import RunOutput
     from phalanx.agent.worker import WorkerProcess
     from phalanx.lifecycle import GroupState
-    from phalanx.page import ControlPage
+    from phalanx.system.page import ControlPage
 
 _MARGIN_S = 0.01
 """A timer may be early by a moment, and would look in vain."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from phalanx import events as ev
 from phalanx.agent.records import record_of_error_file, record_of_no_start
-from phalanx.failures import Exited
-from phalanx.messages import (
+from phalanx.values import events as ev
+from phalanx.values.failures import Exited
+from phalanx.wire.messages import (
     DebuggerInput,
     DebuggerText,
     Entered,
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from phalanx.agent.output import RunOutput
     from phalanx.agent.tensors import RunTensors
     from phalanx.agent.worker import WorkerProcess
-    from phalanx.control import Request
-    from phalanx.failures import Exit
-    from phalanx.messages import WorkerMessage
-    from phalanx.spec import LaunchSpec
+    from phalanx.values.failures import Exit
+    from phalanx.values.spec import LaunchSpec
+    from phalanx.wire.control import Request
+    from phalanx.wire.messages import WorkerMessage
 
 _MAX_BACKLOG = 16 * 1024 * 1024
 """Bytes that may wait for a launcher that does not read; beyond, reports are dropped."""

@@ -9,20 +9,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from phalanx import kernel
 from phalanx.agent.consoles import Consoles, DescriptorSink, RelaySink
 from phalanx.agent.folding import FoldedStream, FoldingSink, in_ranges
 from phalanx.agent.logs import FileSink, MatchingLines, StreamPump
-from phalanx.messages import ConsoleKind, ConsoleText
-from phalanx.paths import RunPaths, filtered_file, log_file
-from phalanx.spec import StreamOutput
+from phalanx.system import kernel
+from phalanx.system.paths import RunPaths, filtered_file, log_file
+from phalanx.values.spec import StreamOutput
+from phalanx.wire.messages import ConsoleKind, ConsoleText
 
 if TYPE_CHECKING:
     import asyncio
 
     from phalanx.agent.consoles import Sink
-    from phalanx.messages import AgentMessage, ConsoleSpec
-    from phalanx.spec import LaunchSpec
+    from phalanx.values.spec import LaunchSpec
+    from phalanx.wire.messages import AgentMessage, ConsoleSpec
 
 Stream = Literal["out", "err"]
 _CLOSED = (errno.EPIPE, errno.EIO)

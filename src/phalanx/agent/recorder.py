@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from phalanx.events import Event
+    from phalanx.values.events import Event
 
 
 class Recorder:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from phalanx.failures import Failure, kind_of
-from phalanx.spec import error_file
+from phalanx.values.failures import Failure, kind_of
+from phalanx.values.spec import error_file
 
 if TYPE_CHECKING:
     from phalanx.agent.forkservers import NotMade
-    from phalanx.spec import LaunchSpec, WorkerSpec
+    from phalanx.values.spec import LaunchSpec, WorkerSpec
 
 _MAX_ERROR_FILE = 4 * 1024 * 1024
 

@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from phalanx import commands as do
-from phalanx import events as ev
-from phalanx import kernel, lifecycle
+from phalanx import lifecycle
 from phalanx.agent.generation import Generation, RunResources
 from phalanx.agent.hangs import HangWatch
 from phalanx.agent.news import WorkerNews
@@ -27,10 +25,13 @@ from phalanx.agent.output import RunOutput
 from phalanx.agent.recorder import Recorder
 from phalanx.agent.stacks import Roundup
 from phalanx.agent.tensors import RunTensors
-from phalanx.failures import Failure, by_cause
-from phalanx.messages import Happened, RunFinished
-from phalanx.page import ControlPage, prepare
-from phalanx.paths import RunPaths
+from phalanx.system import kernel
+from phalanx.system.page import ControlPage, prepare
+from phalanx.system.paths import RunPaths
+from phalanx.values import commands as do
+from phalanx.values import events as ev
+from phalanx.values.failures import Failure, by_cause
+from phalanx.wire.messages import Happened, RunFinished
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
     from phalanx.agent.consoles import Consoles
     from phalanx.agent.forkservers import ForkServers
     from phalanx.agent.worker import WorkerProcess
-    from phalanx.control import Request
-    from phalanx.messages import AgentMessage, Launch
+    from phalanx.wire.control import Request
+    from phalanx.wire.messages import AgentMessage, Launch
 
 _IDLE_S = 0.25
 """How long after a group's start its fork server may be improved: not in the way of its first

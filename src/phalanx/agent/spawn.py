@@ -7,7 +7,7 @@ import os
 import socket
 from typing import TYPE_CHECKING
 
-from phalanx import interpreter
+from phalanx.system import interpreter
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ def spawn_fork_server(
         command = interpreter.command(
             executable,
             tuple(flags),
-            "phalanx.forkserver.__main__",
+            "phalanx.worker.forkserver.__main__",
             str(theirs.fileno()),
             json.dumps(config),
         )

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from phalanx import kernel
-from phalanx.whereabouts import (
+from phalanx.system import kernel
+from phalanx.system.whereabouts import (
     HELD,
     PATIENCE_S,
     POLL_S,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import asyncio
 
     from phalanx.agent.worker import WorkerProcess
-    from phalanx.page import ControlPage
+    from phalanx.system.page import ControlPage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,10 @@ import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from phalanx import kernel
 from phalanx.agent.connection import Connection
-from phalanx.store.messages import StoreReply, StoreRequest
-from phalanx.store.server import TensorStore
+from phalanx.system import kernel
+from phalanx.tensors.store.messages import StoreReply, StoreRequest
+from phalanx.tensors.store.server import TensorStore
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

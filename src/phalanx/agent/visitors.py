@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from phalanx.control import CONTROL_MODE, Answered, ControlFile, KillRank, ShowStacks, Visit
-from phalanx.errors import RunDirectoryError
-from phalanx.messages import KillRun, StopRun
-from phalanx.paths import RunPaths, write_whole
+from phalanx.system.paths import RunPaths, write_whole
+from phalanx.values.errors import RunDirectoryError
+from phalanx.wire.control import CONTROL_MODE, Answered, ControlFile, KillRank, ShowStacks, Visit
+from phalanx.wire.messages import KillRun, StopRun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from phalanx.agent.connection import Connection
     from phalanx.agent.run import Run
-    from phalanx.control import Request
+    from phalanx.wire.control import Request
 
 
 class Visitors:

@@ -9,19 +9,19 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from phalanx import kernel
 from phalanx.agent.connection import Connection
-from phalanx.messages import InputLine, MakeWorker, WorkerMessage
-from phalanx.whereabouts import QUESTION
+from phalanx.system import kernel
+from phalanx.system.whereabouts import QUESTION
+from phalanx.wire.messages import InputLine, MakeWorker, WorkerMessage
 
 if TYPE_CHECKING:
     import asyncio
 
     from phalanx.agent.forkservers import ForkServer, NotMade
-    from phalanx.errors import FrameError
-    from phalanx.failures import Exit
-    from phalanx.page import ControlPage
-    from phalanx.spec import ProcessImage, WorkerSpec
+    from phalanx.system.page import ControlPage
+    from phalanx.values.errors import FrameError
+    from phalanx.values.failures import Exit
+    from phalanx.values.spec import ProcessImage, WorkerSpec
 
 _MAX_NATIVE_STACK = 64 * 1024
 _FATAL = "Fatal Python error"

@@ -6,19 +6,19 @@ import socket
 import sys
 from typing import TYPE_CHECKING
 
-from phalanx import paths
 from phalanx.cli.runs import KnownRun, find_run
 from phalanx.cli.usage import UsageError
-from phalanx.control import Answered, KillRank, ShowStacks, Visit, is_own_user
-from phalanx.errors import FrameError
-from phalanx.messages import KillRun, StopRun
-from phalanx.whereabouts import grouped
-from phalanx.wire import Channel
+from phalanx.system import paths
+from phalanx.system.whereabouts import grouped
+from phalanx.values.errors import FrameError
+from phalanx.wire.control import Answered, KillRank, ShowStacks, Visit, is_own_user
+from phalanx.wire.frames import Channel
+from phalanx.wire.messages import KillRun, StopRun
 
 if TYPE_CHECKING:
     import argparse
 
-    from phalanx.control import ControlFile, Wish
+    from phalanx.wire.control import ControlFile, Wish
 
 _PATIENCE_S = 30.0
 """An agent answers at once, unless its machine is on its knees."""

@@ -6,14 +6,14 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from phalanx import events as ev
-from phalanx import paths
 from phalanx.cli.runs import LineReader, decode_event, find_run
+from phalanx.system import paths
+from phalanx.values import events as ev
 
 if TYPE_CHECKING:
     import argparse
 
-    from phalanx.failures import Failure
+    from phalanx.values.failures import Failure
 
 POLL_S = 0.1
 """How often a file is looked at that is being followed."""

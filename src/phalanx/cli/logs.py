@@ -7,18 +7,18 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx import paths
 from phalanx.agent.lines import with_prefix
 from phalanx.cli.events import POLL_S
 from phalanx.cli.runs import LineReader, Status, decode_events, find_run
 from phalanx.cli.usage import UsageError
+from phalanx.system import paths
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
     from phalanx.cli.runs import KnownRun
-    from phalanx.spec import LaunchSpec
+    from phalanx.values.spec import LaunchSpec
 
 _COMMAND = "phalanx logs"
 _STREAMS = ("out", "err")

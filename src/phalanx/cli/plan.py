@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from phalanx import kernel, paths
 from phalanx.cli import formats
 from phalanx.cli.usage import UsageError
 from phalanx.launcher.image import process_image
 from phalanx.launcher.launch import check_preload
-from phalanx.spec import LaunchSpec, ProcessImage, Program, Routes, check_launch
+from phalanx.system import kernel, paths
+from phalanx.values.spec import LaunchSpec, ProcessImage, Program, Routes, check_launch
 
 if TYPE_CHECKING:
     from phalanx.cli.options import Options

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from phalanx.cli.runs import KnownRun
-    from phalanx.spec import LaunchSpec
+    from phalanx.values.spec import LaunchSpec
 
 _HEADINGS = ("RUN", "WHAT", "RANKS", "RESTARTS", "AGE", "STATE", "LAUNCHER")
 _MAX_WHAT = 40

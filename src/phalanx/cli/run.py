@@ -10,26 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from phalanx import events as ev
-from phalanx import kernel
 from phalanx.cli.plan import plan
 from phalanx.cli.status import status_line
 from phalanx.cli.usage import UsageError
-from phalanx.errors import PhalanxError, RunStoppedError, WorkerFailedError
-from phalanx.failures import Exited
 from phalanx.launcher import exit as launcher_exit
 from phalanx.launcher.launch import key_of_launch, launch
 from phalanx.launcher.link import agent_link
 from phalanx.launcher.signals import STOPS, stop_signals
+from phalanx.system import kernel
+from phalanx.values import events as ev
+from phalanx.values.errors import PhalanxError, RunStoppedError, WorkerFailedError
+from phalanx.values.failures import Exited
 
 if TYPE_CHECKING:
     from types import FrameType
 
     from phalanx.cli.options import Options
     from phalanx.cli.status import StatusLine
-    from phalanx.failures import Failure
     from phalanx.launcher.context import LauncherContext
-    from phalanx.spec import LaunchSpec, ProcessImage
+    from phalanx.values.failures import Failure
+    from phalanx.values.spec import LaunchSpec, ProcessImage
 
 _OURS = (signal.SIGKILL, signal.SIGTERM)
 """What ends a worker that has failed already and does not go."""

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from phalanx import events as ev
-from phalanx import paths
 from phalanx.cli.usage import UsageError
-from phalanx.control import read_control
-from phalanx.spec import LaunchSpec
+from phalanx.system import paths
+from phalanx.values import events as ev
+from phalanx.values.spec import LaunchSpec
+from phalanx.wire.control import read_control
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from phalanx.control import ControlFile
-    from phalanx.paths import RunPaths
+    from phalanx.system.paths import RunPaths
+    from phalanx.wire.control import ControlFile
 
 _CHUNK = 1 << 20
 _SHOWN = 5

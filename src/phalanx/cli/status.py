@@ -19,7 +19,7 @@ from phalanx.launcher.console import is_dumb, wants_colour
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from phalanx import events as ev
+    from phalanx.values import events as ev
 
 _TICK_S: Final = 1.0
 _ERASE: Final = "\r\x1b[K"

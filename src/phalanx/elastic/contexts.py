@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.distributed.elastic.multiprocessing import api as torch_api
 
-from phalanx import api, paths, spec
-from phalanx import events as ev
 from phalanx.elastic.checks import check_program, check_ranks
 from phalanx.elastic.outputs import make_outputs, open_filtered
 from phalanx.elastic.results import NO_PID, process_failure, process_failures
 from phalanx.elastic.signals import termination_signals
 from phalanx.elastic.worker import Calls, be_program, call_function
-from phalanx.errors import RunStoppedError, WorkerFailedError
+from phalanx.launcher import api
 from phalanx.launcher import exit as launcher_exit
 from phalanx.launcher.image import process_image
 from phalanx.launcher.launch import launch
+from phalanx.system import paths
+from phalanx.values import events as ev
+from phalanx.values import spec
+from phalanx.values.errors import RunStoppedError, WorkerFailedError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.api import (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from phalanx.spec import LineFilter, Outputs, StreamOutput
+from phalanx.values.spec import LineFilter, Outputs, StreamOutput
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.api import LogsDest

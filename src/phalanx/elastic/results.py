@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from phalanx.failures import Exited, Signaled
+from phalanx.values.failures import Exited, Signaled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from phalanx.failures import Failure
+    from phalanx.values.failures import Failure
 
 _log = logging.getLogger("phalanx")
 NO_PID = 2**31 - 1

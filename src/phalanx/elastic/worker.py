@@ -12,7 +12,7 @@ import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from phalanx.spec import TAG_VARIABLE
+from phalanx.values.spec import TAG_VARIABLE
 from phalanx.worker import fresh
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import os
 import sys
 from typing import IO, TYPE_CHECKING, Any, Literal
 
-from phalanx.messages import ConsoleSpec, ConsoleTaken
+from phalanx.wire.messages import ConsoleSpec, ConsoleTaken
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,17 +12,19 @@ import weakref
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from phalanx import events as ev
-from phalanx.context import RunResult, SubprocessContext
-from phalanx.errors import AgentLostError, RunStoppedError
-from phalanx.kernel import visible_gpus
 from phalanx.launcher import exit as launcher_exit
 from phalanx.launcher.outcome import failure_of, load_return
 from phalanx.launcher.report import log_event
 from phalanx.launcher.signals import stop_signals
 from phalanx.launcher.stacks import StackQuestions
 from phalanx.launcher.tensors import StoreAccess
-from phalanx.messages import (
+from phalanx.system.kernel import visible_gpus
+from phalanx.tensors.sync.shm.backend import cpu_backend
+from phalanx.values import events as ev
+from phalanx.values.context import RunResult, SubprocessContext
+from phalanx.values.errors import AgentLostError, RunStoppedError
+from phalanx.values.spec import to_seconds
+from phalanx.wire.messages import (
     ConsoleText,
     Happened,
     InputLine,
@@ -35,21 +37,19 @@ from phalanx.messages import (
     StacksFound,
     StopRun,
 )
-from phalanx.spec import to_seconds
-from phalanx.sync.shm.backend import cpu_backend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import TracebackType
     from typing import Self
 
-    from phalanx.failures import Failure
     from phalanx.launcher.console import Console
     from phalanx.launcher.link import AgentLink
-    from phalanx.lifecycle import GroupPhase
-    from phalanx.messages import AgentMessage
-    from phalanx.spec import Duration, LaunchSpec
-    from phalanx.store.client import TensorClient
+    from phalanx.tensors.store.client import TensorClient
+    from phalanx.values.events import GroupPhase
+    from phalanx.values.failures import Failure
+    from phalanx.values.spec import Duration, LaunchSpec
+    from phalanx.wire.messages import AgentMessage
 
 R = TypeVar("R")
 _log = logging.getLogger("phalanx")
@@ -231,7 +231,7 @@ class LauncherContext(SubprocessContext[R]):
 
     @cached_property
     def _tensors(self) -> TensorClient:
-        from phalanx.store.client import TensorClient  # noqa: PLC0415 - imports torch
+        from phalanx.tensors.store.client import TensorClient  # noqa: PLC0415 - imports torch
 
         return TensorClient(self._store.open)
 

@@ -14,8 +14,8 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
-from phalanx.errors import PhalanxError, RunStoppedError
 from phalanx.launcher.link import current_link
+from phalanx.values.errors import PhalanxError, RunStoppedError
 
 if TYPE_CHECKING:
     from phalanx.launcher.context import LauncherContext

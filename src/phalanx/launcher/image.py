@@ -7,9 +7,9 @@ import resource
 import signal
 import sys
 
-from phalanx import interpreter
-from phalanx.messages import ForkServerKey
-from phalanx.spec import ProcessImage
+from phalanx.system import interpreter
+from phalanx.values.spec import ProcessImage
+from phalanx.wire.messages import ForkServerKey
 
 _READ_AT_IMPORT = (
     "PYTHON",

@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from phalanx import paths
-from phalanx.errors import PortInUseError, SpecError
 from phalanx.launcher import exit as launcher_exit
 from phalanx.launcher.console import Console
 from phalanx.launcher.context import LauncherContext
 from phalanx.launcher.image import fork_server_key
 from phalanx.launcher.link import agent_link
 from phalanx.launcher.signals import stop_signals
-from phalanx.messages import Launch
+from phalanx.system import paths
+from phalanx.values.errors import PortInUseError, SpecError
+from phalanx.wire.messages import Launch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from phalanx.events import Event
-    from phalanx.messages import ForkServerKey
-    from phalanx.spec import LaunchSpec, ProcessImage
+    from phalanx.values.events import Event
+    from phalanx.values.spec import LaunchSpec, ProcessImage
+    from phalanx.wire.messages import ForkServerKey
 
 _BACKLOG = 4096
 """Connections that may wait at the group's store until its host accepts them."""

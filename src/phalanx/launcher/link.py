@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from phalanx import interpreter, kernel
-from phalanx.errors import FrameError
-from phalanx.messages import AgentMessage, Hello
-from phalanx.wire import Channel
+from phalanx.system import interpreter, kernel
+from phalanx.values.errors import FrameError
+from phalanx.wire.frames import Channel
+from phalanx.wire.messages import AgentMessage, Hello
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from phalanx.messages import ForkServerKey, Message
-    from phalanx.spec import ProcessImage
+    from phalanx.values.spec import ProcessImage
+    from phalanx.wire.messages import ForkServerKey, Message
 
 _BACKLOG = 16
 _GOODBYE_S = 5.0

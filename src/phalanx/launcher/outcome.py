@@ -6,12 +6,12 @@ import mmap
 import os
 from typing import TYPE_CHECKING
 
-from phalanx.errors import WorkerFailedError
 from phalanx.launcher.report import failure_page
+from phalanx.values.errors import WorkerFailedError
 
 if TYPE_CHECKING:
-    from phalanx.messages import RunFinished
-    from phalanx.spec import LaunchSpec
+    from phalanx.values.spec import LaunchSpec
+    from phalanx.wire.messages import RunFinished
 
 
 def load_return(value: bytes | int | None) -> object:
@@ -24,7 +24,7 @@ def load_return(value: bytes | int | None) -> object:
     """
     if value is None or value == b"":
         return None
-    from phalanx import payload  # noqa: PLC0415 - loaded by the launch
+    from phalanx.wire import payload  # noqa: PLC0415 - loaded by the launch
 
     if isinstance(value, bytes):
         return payload.load_value(value)
@@ -39,7 +39,7 @@ def failure_of(spec: LaunchSpec, finished: RunFinished) -> WorkerFailedError:
     for failure in finished.failures:
         if failure.exception is None:
             continue
-        from phalanx import payload  # noqa: PLC0415 - loaded by the launch
+        from phalanx.wire import payload  # noqa: PLC0415 - loaded by the launch
 
         try:
             exception = payload.load_value(failure.exception)

@@ -10,11 +10,11 @@ import logging
 import re
 from typing import TYPE_CHECKING
 
-from phalanx import events as ev
+from phalanx.values import events as ev
 
 if TYPE_CHECKING:
-    from phalanx.failures import Failure
-    from phalanx.spec import LaunchSpec
+    from phalanx.values.failures import Failure
+    from phalanx.values.spec import LaunchSpec
 
 _log = logging.getLogger("phalanx")
 _TAIL_LINES = 20

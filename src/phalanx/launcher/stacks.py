@@ -7,10 +7,10 @@ import queue
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from phalanx.messages import AskForStacks
+from phalanx.wire.messages import AskForStacks
 
 if TYPE_CHECKING:
-    from phalanx.messages import StacksFound
+    from phalanx.wire.messages import StacksFound
 
 _PATIENCE_S = 30.0
 """The agent answers within a second, unless its machine is on its knees."""

@@ -6,8 +6,8 @@ import os
 import socket
 from typing import TYPE_CHECKING
 
-from phalanx.errors import StoreClosedError
-from phalanx.messages import CloseStore, OpenStore
+from phalanx.values.errors import StoreClosedError
+from phalanx.wire.messages import CloseStore, OpenStore
 
 if TYPE_CHECKING:
     from phalanx.launcher.link import AgentLink

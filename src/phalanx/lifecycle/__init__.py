@@ -22,14 +22,14 @@ from phalanx.lifecycle.state import (
     UNKILLABLE_S,
     VERDICT_S,
     Goal,
-    GroupPhase,
     GroupState,
-    Policy,
     WorkerPhase,
     WorkerState,
     next_deadline,
 )
 from phalanx.lifecycle.table import TRANSITIONS, begin, step, table_as_markdown
+from phalanx.values.events import GroupPhase
+from phalanx.values.policy import Policy
 
 __all__ = [
     "ABORT_GRACE_S",

@@ -8,18 +8,18 @@ from typing import TypeAlias
 
 from msgspec import structs
 
-from phalanx import commands as do
-from phalanx import events as ev
-from phalanx.failures import Exited, Failure
 from phalanx.lifecycle.state import (
     ABORT_GRACE_S,
     UNKILLABLE_S,
     VERDICT_S,
     Goal,
-    GroupPhase,
     GroupState,
     WorkerState,
 )
+from phalanx.values import commands as do
+from phalanx.values import events as ev
+from phalanx.values.events import GroupPhase
+from phalanx.values.failures import Exited, Failure
 
 Step: TypeAlias = tuple[GroupState, tuple[do.Command, ...]]
 

@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
-    from phalanx.failures import Failure
+    from phalanx.values.events import GroupPhase
+    from phalanx.values.failures import Failure
+    from phalanx.values.policy import Policy
 
-GroupPhase: TypeAlias = Literal[
-    "starting", "running", "stopping", "restarting", "ending", "succeeded", "failed", "stopped"
-]
 WorkerPhase: TypeAlias = Literal["pending", "starting", "running", "succeeded", "failed", "stopped"]
 Goal: TypeAlias = Literal["succeed", "fail", "restart", "stop"]
 """What the group is heading for once its workers are gone."""
@@ -23,20 +22,6 @@ VERDICT_S = 0.5
 
 UNKILLABLE_S = 5.0
 """A process that SIGKILL has not ended after this is in state D: it is reported and left."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
-    """What the launch asked for, as far as the lifecycle needs to know it."""
-
-    world_size: int
-    max_restarts: int = 0
-    restart_window_s: float | None = None
-    restart: Literal["group", "worker"] = "group"
-    grace_s: float = 30.0
-    start_timeout_s: float = 300.0
-    runs_program: bool = False
-    """Workers may be other programs: to end with exit code 0 is to return."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,20 +6,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from phalanx import commands as do
-from phalanx import events as ev
-from phalanx.errors import IllegalTransitionError
-from phalanx.failures import Exited, Failure
 from phalanx.lifecycle import moves
 from phalanx.lifecycle.moves import Step
-from phalanx.lifecycle.state import (
-    UNKILLABLE_S,
-    GroupPhase,
-    GroupState,
-    Policy,
-    WorkerPhase,
-    WorkerState,
-)
+from phalanx.lifecycle.state import UNKILLABLE_S, GroupState, WorkerPhase, WorkerState
+from phalanx.values import commands as do
+from phalanx.values import events as ev
+from phalanx.values.errors import IllegalTransitionError
+from phalanx.values.events import GroupPhase
+from phalanx.values.failures import Exited, Failure
+from phalanx.values.policy import Policy
 
 _STORY_LENGTH = 30
 

@@ -87,7 +87,7 @@ class FaultInjector:
             NotAWorkerError: Called outside a worker without `rank` and `generation`.
         """
         if rank is None or generation is None:
-            from phalanx.api import get_context  # noqa: PLC0415 - not needed in unit tests
+            from phalanx.launcher.api import get_context  # noqa: PLC0415 - not needed in unit tests
 
             context = get_context()
             rank = context.get_rank() if rank is None else rank

@@ -5,11 +5,11 @@ from __future__ import annotations
 import signal
 from collections import deque
 
-from phalanx import commands as do
-from phalanx import events as ev
 from phalanx import lifecycle
-from phalanx.failures import Exit, Exited, Failure, Signaled
 from phalanx.testing.clock import FakeClock
+from phalanx.values import commands as do
+from phalanx.values import events as ev
+from phalanx.values.failures import Exit, Exited, Failure, Signaled
 
 _FIRST_PID = 100
 

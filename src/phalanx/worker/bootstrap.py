@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from phalanx import interpreter, kernel
-from phalanx.context import install_context
-from phalanx.errors import PayloadError
-from phalanx.failures import Failure
-from phalanx.messages import Entered, MakeStoreHost, MakeWorker, Raised, Returned
-from phalanx.page import ControlPage
-from phalanx.sync.optimizers import note_steps, watch_optimizers
-from phalanx.sync.shm.backend import register_shm_backend
-from phalanx.whereabouts import be_found
-from phalanx.wire import INLINE_LIMIT
+from phalanx.system import interpreter, kernel
+from phalanx.system.page import ControlPage
+from phalanx.system.whereabouts import be_found
+from phalanx.tensors.sync.optimizers import note_steps, watch_optimizers
+from phalanx.tensors.sync.shm.backend import register_shm_backend
+from phalanx.values.context import install_context
+from phalanx.values.errors import PayloadError
+from phalanx.values.failures import Failure
+from phalanx.wire.frames import INLINE_LIMIT
+from phalanx.wire.messages import Entered, MakeStoreHost, MakeWorker, Raised, Returned
 from phalanx.worker import fresh, script
 from phalanx.worker.capture import failure_of
 from phalanx.worker.context import WorkerContext
@@ -39,9 +39,9 @@ from phalanx.worker.link import AgentLink
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from phalanx.failures import Cause
-    from phalanx.payload import Call
-    from phalanx.spec import ProcessImage, Program, WorkerSpec
+    from phalanx.values.failures import Cause
+    from phalanx.values.spec import ProcessImage, Program, WorkerSpec
+    from phalanx.wire.payload import Call
 
 _BY_INTERRUPT = -1
 """Stands for an exit code: end by SIGINT."""
@@ -168,7 +168,7 @@ def _load(
     context: WorkerContext,
     link: AgentLink,
 ) -> Call:
-    from phalanx import payload  # noqa: PLC0415 - a fork has it, a fresh interpreter needs it now
+    from phalanx.wire import payload  # noqa: PLC0415 - a fork has it, a fresh interpreter needs it now
 
     fresh.make_main(image)
     try:
@@ -184,7 +184,7 @@ def _load(
 
 
 def _script(worker: WorkerSpec, program: Program) -> Call:
-    from phalanx.payload import Call  # noqa: PLC0415 - as above
+    from phalanx.wire.payload import Call  # noqa: PLC0415 - as above
 
     run = script.loader_of(program, worker.local_rank)
     return Call(function=lambda _rank, _world_size: run(), args=(), kwargs={})
@@ -216,7 +216,7 @@ def _call(worker: WorkerSpec, call: Call, link: AgentLink) -> int:
 def _return(worker: WorkerSpec, value: object, link: AgentLink) -> int:
     if worker.program is not None:
         return 0  # a script has ended when its threads have: see _finish
-    from phalanx import payload  # noqa: PLC0415 - loaded already
+    from phalanx.wire import payload  # noqa: PLC0415 - loaded already
 
     fd = kernel.open_anonymous_file("phalanx-return")
     with open(fd, "w+b") as file:  # noqa: PTH123 - a descriptor

@@ -8,10 +8,10 @@ import traceback
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from phalanx.failures import Cause, Failure, kind_of
+from phalanx.values.failures import Cause, Failure, kind_of
 
 if TYPE_CHECKING:
-    from phalanx.spec import WorkerSpec
+    from phalanx.values.spec import WorkerSpec
 
 MAX_MESSAGE = 16 * 1024
 """Characters of an exception's text that travel."""
@@ -74,7 +74,7 @@ def _traceback(error: BaseException, skip_frames: int) -> str:
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    from phalanx import payload  # noqa: PLC0415 - cloudpickle, only on this path
+    from phalanx.wire import payload  # noqa: PLC0415 - cloudpickle, only on this path
 
     try:
         data = payload.roundtrips(error)

@@ -9,19 +9,19 @@ import time
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from phalanx.context import SubprocessContext
-from phalanx.errors import SpecError
-from phalanx.messages import Reported, StoreOpened
-from phalanx.spec import to_seconds
+from phalanx.values.context import SubprocessContext
+from phalanx.values.errors import SpecError
+from phalanx.values.spec import to_seconds
+from phalanx.wire.messages import Reported, StoreOpened
 
 if TYPE_CHECKING:
     import torch
 
-    from phalanx.page import ControlPage
-    from phalanx.spec import Duration, WorkerSpec
-    from phalanx.store.client import TensorClient
-    from phalanx.sync.parameters import Target
-    from phalanx.sync.synchronizer import Synchronizer
+    from phalanx.system.page import ControlPage
+    from phalanx.tensors.store.client import TensorClient
+    from phalanx.tensors.sync.parameters import Target
+    from phalanx.tensors.sync.synchronizer import Synchronizer
+    from phalanx.values.spec import Duration, WorkerSpec
     from phalanx.worker.group import ControlGroup
     from phalanx.worker.link import AgentLink
 
@@ -142,7 +142,7 @@ class WorkerContext(SubprocessContext[Any]):
         timeout: Duration = 300.0,
     ) -> None:
         """Average gradients over all ranks."""
-        from phalanx.sync.synchronizer import Options  # noqa: PLC0415 - imports torch
+        from phalanx.tensors.sync.synchronizer import Options  # noqa: PLC0415 - imports torch
 
         if not 0 < bucket_mb < float("inf"):
             raise SpecError(f"synchronize(bucket_mb=…) must be more than 0, not {bucket_mb!r}")
@@ -175,7 +175,7 @@ class WorkerContext(SubprocessContext[Any]):
 
     @cached_property
     def _tensors(self) -> TensorClient:
-        from phalanx.store.client import TensorClient  # noqa: PLC0415 - imports torch
+        from phalanx.tensors.store.client import TensorClient  # noqa: PLC0415 - imports torch
 
         return TensorClient(self._open_store, self.heartbeat)
 
@@ -195,7 +195,7 @@ class WorkerContext(SubprocessContext[Any]):
 
     @cached_property
     def _synchronizer(self) -> Synchronizer:
-        from phalanx.sync.synchronizer import Synchronizer  # noqa: PLC0415 - imports torch
+        from phalanx.tensors.sync.synchronizer import Synchronizer  # noqa: PLC0415 - imports torch
 
         return Synchronizer(self._worker, self._page, self.get_backend())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pdb  # noqa: T100 - that is the purpose
 from typing import TYPE_CHECKING, Any
 
-from phalanx.messages import DebuggerText
+from phalanx.wire.messages import DebuggerText
 
 if TYPE_CHECKING:
     from types import FrameType

@@ -19,7 +19,7 @@ from multiprocessing import process as mp_process
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from phalanx.spec import ProcessImage
+    from phalanx.values.spec import ProcessImage
 
 
 def enter_surroundings(image: ProcessImage) -> None:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import SpecError
-from phalanx.sync.groups import make_group
-from phalanx.sync.shm.backend import cpu_backend
+from phalanx.tensors.sync.groups import make_group
+from phalanx.tensors.sync.shm.backend import cpu_backend
+from phalanx.values.errors import SpecError
 
 if TYPE_CHECKING:
-    from phalanx.spec import WorkerSpec
+    from phalanx.values.spec import WorkerSpec
 
 
 class ControlGroup:

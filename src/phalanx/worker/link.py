@@ -7,13 +7,13 @@ import socket
 import threading
 from typing import TYPE_CHECKING
 
-from phalanx.messages import DebuggerInput, InputLine
-from phalanx.wire import Channel
+from phalanx.wire.frames import Channel
+from phalanx.wire.messages import DebuggerInput, InputLine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from phalanx.messages import Entered, Message, Raised, Returned
+    from phalanx.wire.messages import Entered, Message, Raised, Returned
 
 
 class AgentLink:

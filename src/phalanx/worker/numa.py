@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.kernel import visible_gpus
+from phalanx.system.kernel import visible_gpus
 
 if TYPE_CHECKING:
-    from phalanx.spec import NumaBinding, WorkerSpec
+    from phalanx.values.spec import NumaBinding, WorkerSpec
 
 _SYSTEM = Path("/sys/devices/system")
 _GPUS = Path("/proc/driver/nvidia/gpus")

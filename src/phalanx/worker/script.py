@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import CodeType, TracebackType
 
-    from phalanx.spec import ProcessImage, Program
+    from phalanx.values.spec import ProcessImage, Program
 
 _OWN_FILES = ("phalanx/worker/bootstrap.py", "phalanx/worker/script.py", "<frozen runpy>")
 _HIDDEN = ("__builtins__", "__name__", "__file__", "__spec__", "__loader__")

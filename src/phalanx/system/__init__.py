@@ -1,0 +1,1 @@
+"""What Phalanx asks of the machine: kernel, shared page, file names, interpreters."""

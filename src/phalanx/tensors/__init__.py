@@ -1,0 +1,1 @@
+"""Tensors that ranks share: the store, gradient synchronisation, the shm process group."""

@@ -1,0 +1,1 @@
+"""How processes talk: frames over a stream, the messages in them, and functions by value."""
