@@ -235,8 +235,8 @@ def test_a_plain_launch(launch):
     assert (spec.start_method, spec.preload, spec.role) == ("forkserver", ("torch",), "default")
     assert (spec.grace_s, spec.log_dir, spec.elastic_run_id) == (30.0, None, None)
     assert spec.program.kind == "script"
-    assert all(spec.goes_to_console(rank, "out") for rank in range(3))
-    assert not any(spec.goes_to_file(rank, "err") for rank in range(3))
+    assert all(spec.outputs.of(rank, "out").console for rank in range(3))
+    assert not any(spec.outputs.of(rank, "err").goes_to_file for rank in range(3))
 
 
 def test_the_number_of_workers(launch, monkeypatch):
@@ -289,7 +289,7 @@ def routes(spec) -> dict[str, list[tuple[bool, bool]]]:
     """By stream: for each rank, whether it goes to the console and to a file."""
     return {
         stream: [
-            (spec.goes_to_console(rank, stream), spec.goes_to_file(rank, stream))
+            (spec.outputs.of(rank, stream).console, spec.outputs.of(rank, stream).goes_to_file)
             for rank in range(spec.world_size)
         ]
         for stream in ("out", "err")

@@ -7,14 +7,14 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from phalanx.agent.consoles import Consoles, DescriptorSink, RelaySink
 from phalanx.agent.folding import FoldedStream, FoldingSink, in_ranges
 from phalanx.agent.logs import FileSink, MatchingLines, StreamPump
 from phalanx.system import kernel
 from phalanx.system.paths import RunPaths, filtered_file, log_file
-from phalanx.values.spec import StreamOutput
+from phalanx.values.outputs import STREAMS, Stream
 from phalanx.wire.messages import ConsoleKind, ConsoleText
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from phalanx.values.spec import LaunchSpec
     from phalanx.wire.messages import AgentMessage, ConsoleSpec
 
-Stream = Literal["out", "err"]
 _CLOSED = (errno.EPIPE, errno.EIO)
 """What writing to a pipe without a reader says, and to a terminal that is gone."""
 _BOLD = 1
@@ -76,10 +75,7 @@ class RunOutput:
             else:
                 self._sinks[stream] = RelaySink(_relay(spec.run_id, stream, tell))
         self._given_up = False
-        self._on_console: dict[Stream, list[int]] = {
-            stream: [r for r in range(spec.world_size) if spec.goes_to_console(r, stream)]
-            for stream in self._sinks
-        }
+        self._on_console = {stream: spec.outputs.ranks_on_console(stream) for stream in STREAMS}
         self._folding = self._fold() if spec.fold else {}
         self._pumps: dict[int, dict[Stream, StreamPump]] = {}
 
@@ -90,44 +86,30 @@ class RunOutput:
         return self._begin(rank, generation, "out"), self._begin(rank, generation, "err")
 
     def _begin(self, rank: int, generation: int, stream: Stream) -> int:
-        where, matching = self._where(rank, generation, stream)
+        where = self._spec.outputs.of(rank, stream)
         reader, writer = os.pipe()
         kernel.widen_pipe(reader)
         folding = self._folding.get(stream)
         console: Sink | None = None
-        prefix = where.prefix or ""
-        if where.prefix is not None and folding is not None:
-            console, prefix = FoldedStream(self._loop, folding, rank), ""
-        elif where.prefix is not None:
-            console = self._sinks[stream]
+        prefix = ""
+        if where.console and folding is not None:
+            console = FoldedStream(self._loop, folding, rank)
+        elif where.console:
+            console, prefix = self._sinks[stream], self._prefix(rank, stream)
+        file: FileSink | None = None
+        if where.goes_to_file:
+            usual = log_file(self._log_dir, generation, rank, stream)
+            file = self._file(where.file or str(usual))
         self._pumps[rank][stream] = StreamPump(
             self._loop,
             reader,
             prefix=prefix.encode(),
             terminal=self._is_terminal(stream),
             console=console,
-            file=None if where.file is None else self._file(where.file),
-            matching=matching,
+            file=file,
+            matching=self._matching(rank, generation, stream),
         )
         return writer
-
-    def _where(
-        self, rank: int, generation: int, stream: Stream
-    ) -> tuple[StreamOutput, MatchingLines | None]:
-        """Return where a stream goes, and who collects lines of it."""
-        spec = self._spec
-        if spec.outputs is not None:
-            where = (spec.outputs.out if stream == "out" else spec.outputs.err)[rank]
-            wanted = spec.outputs.out_filter if stream == "out" else spec.outputs.err_filter
-            if wanted is None or where.file is None or where.prefix is None:
-                return where, None
-            return where, MatchingLines(self._file(wanted.file), wanted.needles, where.prefix)
-        file: str | None = None
-        if spec.goes_to_file(rank, stream):
-            file = str(log_file(self._log_dir, generation, rank, stream))
-        prefix = self._prefix(rank, stream) if spec.goes_to_console(rank, stream) else None
-        matching = self._matching(rank, generation, stream, self._filters(stream))
-        return StreamOutput(file=file, prefix=prefix), matching
 
     @property
     def _log_dir(self) -> Path:
@@ -135,16 +117,17 @@ class RunOutput:
             return Path(self._spec.log_dir)
         return RunPaths(root=Path(self._spec.run_dir)).logs
 
-    def _filters(self, stream: Stream) -> tuple[str, ...]:
-        return () if self._spec.routes is None else self._spec.routes.filters.get(stream, ())
-
-    def _matching(
-        self, rank: int, generation: int, stream: Stream, filters: tuple[str, ...]
-    ) -> MatchingLines | None:
-        if not filters:
+    def _matching(self, rank: int, generation: int, stream: Stream) -> MatchingLines | None:
+        """Return who collects lines of a stream in the file for all ranks."""
+        wanted, where = self._spec.outputs.filter_of(stream), self._spec.outputs.of(rank, stream)
+        if wanted is None:
             return None
-        file = self._file(str(filtered_file(self._log_dir, generation, stream)))
-        return MatchingLines(file, filters, f"[rank {rank}] ")
+        if wanted.file is None:
+            usual = filtered_file(self._log_dir, generation, stream)
+            return MatchingLines(self._file(str(usual)), wanted.needles, f"[rank {rank}] ")
+        if where.file is None or not where.console:
+            return None  # as torchelastic: of streams that go to console and file
+        return MatchingLines(self._file(wanted.file), wanted.needles, where.prefix or "")
 
     def drain(self, rank: int) -> None:
         """Read all that a worker had printed: it has ended."""
@@ -250,6 +233,9 @@ class RunOutput:
         return folding
 
     def _prefix(self, rank: int, stream: Stream) -> str:
+        chosen = self._spec.outputs.of(rank, stream).prefix
+        if chosen is not None:
+            return chosen
         if len(self._on_console[stream]) == 1:
             return ""
         return self._coloured(f"[rank {rank}] ", _COLOURS[rank % len(_COLOURS)], stream)

@@ -12,6 +12,7 @@ from phalanx.cli.events import POLL_S
 from phalanx.cli.runs import LineReader, Status, decode_events, find_run
 from phalanx.cli.usage import UsageError
 from phalanx.system import paths
+from phalanx.values.outputs import STREAMS
 
 if TYPE_CHECKING:
     import argparse
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from phalanx.values.spec import LaunchSpec
 
 _COMMAND = "phalanx logs"
-_STREAMS = ("out", "err")
+
 _HINT = "start the run with --log-dir DIR (in Python: log_dir=…) to have files as well"
 
 
@@ -60,7 +61,7 @@ def _check_ranks(ranks: list[int] | None, spec: LaunchSpec) -> list[int]:
 
 def _files(spec: LaunchSpec, rank: int) -> list[str]:
     """Return the streams of a rank that go to files."""
-    return [stream for stream in _STREAMS if spec.goes_to_file(rank, stream)]
+    return [stream for stream in STREAMS if spec.outputs.of(rank, stream).goes_to_file]
 
 
 class _Printer:

@@ -17,7 +17,8 @@ from phalanx.cli.usage import UsageError
 from phalanx.launcher.image import process_image
 from phalanx.launcher.launch import check_preload
 from phalanx.system import kernel, paths
-from phalanx.values.spec import LaunchSpec, ProcessImage, Program, Routes, check_launch
+from phalanx.values.outputs import LineFilter, Outputs, StreamOutput
+from phalanx.values.spec import LaunchSpec, ProcessImage, Program, check_launch
 
 if TYPE_CHECKING:
     from phalanx.cli.options import Options
@@ -53,7 +54,6 @@ def plan(options: Options) -> tuple[LaunchSpec, ProcessImage]:
         start_method="spawn" if program.replaces_worker else "forkserver",
         preload=_preload(values, program, image),
         log_dir=None if values.log_dir is None else str(Path(values.log_dir).absolute()),
-        console_ranks=tuple(range(num_workers)),
         grace_s=_grace_s(values),
         hang_timeout_s=values.hang_timeout,
         program=program,
@@ -61,7 +61,7 @@ def plan(options: Options) -> tuple[LaunchSpec, ProcessImage]:
         elastic_run_id=None if standalone else values.rdzv_id,
         virtual_local_rank=values.virtual_local_rank,
         numa_binding=values.numa_binding,
-        routes=_routes(values, num_workers),
+        outputs=_outputs(values, num_workers),
         fold=not values.no_fold,
         on_closed_output=values.on_closed_output,
     )
@@ -242,7 +242,7 @@ def _preload(values: Any, program: Program, image: ProcessImage) -> tuple[str, .
 # ── output ───────────────────────────────────────────────────────────────────────────────
 
 
-def _routes(values: Any, num_workers: int) -> Routes:  # noqa: ANN401 - as above
+def _outputs(values: Any, num_workers: int) -> Outputs:  # noqa: ANN401 - as above
     """Return who prints where; with a log folder and no more said, files get everything."""
     redirects, tee = values.redirects, values.tee
     if values.log_dir is not None and not redirects and not tee:
@@ -251,14 +251,25 @@ def _routes(values: Any, num_workers: int) -> Routes:  # noqa: ANN401 - as above
     for rank in (*shown, *_named(redirects), *_named(tee)):
         if rank >= num_workers:
             raise UsageError(f"there is no local rank {rank} among {num_workers} workers")
-    console: dict[str, tuple[int, ...]] = {}
-    files: dict[str, tuple[int, ...]] = {}
-    for stream, bit in (("out", formats.OUT), ("err", formats.ERR)):
-        to_file_only = _ranks(redirects, bit, num_workers) - _ranks(tee, bit, num_workers)
-        console[stream] = tuple(rank for rank in shown if rank not in to_file_only)
-        files[stream] = tuple(sorted(to_file_only | _ranks(tee, bit, num_workers)))
-    filters = {"out": values.duplicate_stdout_filters, "err": values.duplicate_stderr_filters}
-    return Routes(console=console, files=files, filters={k: v for k, v in filters.items() if v})
+
+    def streams(bit: int) -> tuple[StreamOutput, ...]:
+        both = _ranks(tee, bit, num_workers)
+        file_only = _ranks(redirects, bit, num_workers) - both
+        return tuple(
+            StreamOutput(console=rank in shown and rank not in file_only, kept=rank in both)
+            for rank in range(num_workers)
+        )
+
+    return Outputs(
+        out=streams(formats.OUT),
+        err=streams(formats.ERR),
+        out_filter=_filter(values.duplicate_stdout_filters),
+        err_filter=_filter(values.duplicate_stderr_filters),
+    )
+
+
+def _filter(needles: tuple[str, ...] | None) -> LineFilter | None:
+    return LineFilter(needles=tuple(needles)) if needles else None
 
 
 def _named(choice: formats.StreamChoice) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from phalanx.values.spec import LineFilter, Outputs, StreamOutput
+from phalanx.values.outputs import LineFilter, Outputs, StreamOutput
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.api import LogsDest
@@ -31,9 +31,13 @@ def make_outputs(
 
     def stream(rank: int, file: str, shown: str | None) -> StreamOutput:
         if not file:
-            return StreamOutput(prefix="")
-        prefix = (prefixes or {}).get(rank, f"[{name}{rank}]:")
-        return StreamOutput(file=_absolute(file), prefix=prefix if shown == file else None)
+            return StreamOutput(console=True, prefix="")
+        return StreamOutput(
+            console=shown == file,
+            prefix=(prefixes or {}).get(rank, f"[{name}{rank}]:"),
+            kept=True,
+            file=_absolute(file),
+        )
 
     def streams(files: dict[int, str], shown: dict[int, str]) -> tuple[StreamOutput, ...]:
         return tuple(stream(rank, files[rank], shown.get(rank)) for rank in sorted(files))
@@ -48,7 +52,7 @@ def make_outputs(
 
 def open_filtered(wanted: LineFilter | None) -> TextIO | None:
     """Make the file that the lines are appended to; like torch's context, ours holds it open."""
-    return None if wanted is None else Path(wanted.file).open("w")
+    return None if wanted is None or wanted.file is None else Path(wanted.file).open("w")
 
 
 def _line_filter(logs: LogsDest, name: str, needles: Sequence[str] | None) -> LineFilter | None:

@@ -12,7 +12,7 @@ from phalanx.launcher.image import fork_server_key, process_image
 from phalanx.launcher.launch import check_preload, launch
 from phalanx.launcher.link import agent_link
 from phalanx.system import kernel, paths
-from phalanx.values import spec
+from phalanx.values import outputs, spec
 from phalanx.values.context import SubprocessContext, get_context
 from phalanx.values.errors import SpecError
 from phalanx.wire.messages import Prewarm
@@ -123,7 +123,9 @@ def start_processes(
         start_method=start_method,
         preload=check_preload(preload),
         log_dir=None if log_dir is None else str(Path(log_dir).absolute()),
-        console_ranks=_console_ranks(console, world_size),
+        outputs=outputs.alike(
+            world_size, _console_ranks(console, world_size), kept=log_dir is not None
+        ),
         grace_s=spec.to_seconds("grace", grace),
         start_timeout_s=spec.to_seconds("start_timeout", start_timeout),
         hang_timeout_s=None

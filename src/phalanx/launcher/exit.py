@@ -12,26 +12,40 @@ import os
 import signal
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
 from phalanx.launcher.link import current_link
 from phalanx.values.errors import PhalanxError, RunStoppedError
 
-if TYPE_CHECKING:
-    from phalanx.launcher.context import LauncherContext
 
-_open: list[LauncherContext[Any]] = []
+class OpenRun(Protocol):
+    """What this module needs to know of a run: a `LauncherContext`, but for its name."""
+
+    looked_at: bool
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing of it is alive any more."""
+
+    def wait(self) -> object:
+        """Wait until it has ended; raises if it failed."""
+
+    def shutdown(self) -> None:
+        """Stop it, and wait until nothing of it is alive."""
+
+
+_open: list[OpenRun] = []
 """Runs that live, or that failed without anybody having waited for them."""
 _open_lock = threading.Lock()
 
 
-def keep(context: LauncherContext[Any]) -> None:
+def keep(context: OpenRun) -> None:
     """See to this run at exit."""
     with _open_lock:
         _open.append(context)
 
 
-def forget(context: LauncherContext[Any]) -> None:
+def forget(context: OpenRun) -> None:
     """Nothing is left to see to."""
     with _open_lock:
         if context in _open:
@@ -58,7 +72,7 @@ def _at_exit() -> None:
         _leave(code)
 
 
-def _wait(context: LauncherContext[Any]) -> int:
+def _wait(context: OpenRun) -> int:
     if context.ended and context.looked_at:
         return 0
     try:

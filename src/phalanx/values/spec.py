@@ -16,6 +16,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from phalanx.values.errors import SpecError
+from phalanx.values.outputs import Outputs
 from phalanx.values.policy import Policy
 
 Restart: TypeAlias = Literal["group", "worker"]
@@ -58,22 +59,6 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(arg.replace("${local_rank}", str(local_rank)) for arg in self.arguments)
 
 
-class Routes(msgspec.Struct, frozen=True, kw_only=True):
-    """Which ranks' output goes where, by stream (``out``, ``err``).
-
-    A stream that goes nowhere else is kept in the run directory.
-
-    Attributes:
-        console: Ranks whose stream goes to the console.
-        files: Ranks whose stream goes to a file.
-        filters: Lines that contain one of these texts are also copied to one file for all.
-    """
-
-    console: dict[str, tuple[int, ...]]
-    files: dict[str, tuple[int, ...]]
-    filters: dict[str, tuple[str, ...]] = {}
-
-
 class ProcessImage(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker takes over from the launcher, as it was at the call."""
 
@@ -96,41 +81,12 @@ class ProcessImage(msgspec.Struct, frozen=True, kw_only=True):
         return self.module_path if self.preload_path is None else self.preload_path
 
 
-class StreamOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one stream of one rank goes; with neither file nor prefix, to the run's logs.
-
-    Attributes:
-        file: Path of a file that it is appended to, or None.
-        prefix: What stands before each line on the console; None: not there.
-    """
-
-    file: str | None = None
-    prefix: str | None = None
-
-
-class LineFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """A file for lines with one of the needles, of ranks that go to console and file."""
-
-    file: str
-    needles: tuple[str, ...]
-
-
-class Outputs(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the ranks' streams go one by one, in place of `console_ranks` and `log_dir`."""
-
-    out: tuple[StreamOutput, ...]
-    err: tuple[StreamOutput, ...]
-    out_filter: LineFilter | None = None
-    err_filter: LineFilter | None = None
-
-
 class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One run, as it was asked for. Durations are seconds.
 
     Attributes that `start_processes` has no argument for:
         fold: Console lines that several ranks print alike become one.
         on_closed_output: What happens when nobody reads the console any more.
-        outputs: Where each stream goes, in place of `routes`, `console_ranks` and `log_dir`.
         error_files: The ranks' torchelastic error files; empty: in the run's directory.
         becomes_program: The function becomes another program: exit code 0 is success.
     """
@@ -148,7 +104,7 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     start_method: StartMethod = "forkserver"
     preload: tuple[str, ...] = ("torch",)
     log_dir: str | None = None
-    console_ranks: tuple[int, ...] = ()
+    outputs: Outputs = Outputs()
     grace_s: float = 30.0
     start_timeout_s: float = 300.0
     hang_timeout_s: float | None = None
@@ -159,10 +115,8 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     elastic_run_id: str | None = None
     virtual_local_rank: bool = False
     numa_binding: NumaBinding | None = None
-    routes: Routes | None = None
     fold: bool = False
     on_closed_output: OnClosedOutput = "continue"
-    outputs: Outputs | None = None
     error_files: tuple[str, ...] = ()
     becomes_program: bool = False
 
@@ -183,19 +137,6 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
             start_timeout_s=self.start_timeout_s,
             runs_program=self.program is not None or self.becomes_program,
         )
-
-    def goes_to_console(self, rank: int, stream: str) -> bool:
-        """Whether a rank's stream (``out``, ``err``) goes to the console."""
-        ranks = self.console_ranks if self.routes is None else self.routes.console[stream]
-        return rank in ranks
-
-    def goes_to_file(self, rank: int, stream: str) -> bool:
-        """Whether a rank's stream goes to a file; to the console too, perhaps."""
-        if not self.goes_to_console(rank, stream):
-            return True
-        if self.routes is None:
-            return self.log_dir is not None
-        return rank in self.routes.files[stream]
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
