@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from phalanx.launcher import exit as launcher_exit
 from phalanx.launcher.outcome import failure_of, load_return
+from phalanx.launcher.progress import Progress
 from phalanx.launcher.report import log_event
 from phalanx.launcher.signals import stop_signals
 from phalanx.launcher.stacks import StackQuestions
@@ -76,9 +77,7 @@ class LauncherContext(SubprocessContext[R]):
         self._owner_pid = os.getpid()
         self._changed = threading.Condition()
         self._events: list[ev.Event] = []
-        self._state: GroupPhase = "starting"
-        self._pids: dict[int, int] = {}
-        self._restart_count = 0
+        self._progress = Progress()
         self._results: dict[int, bytes | int] = {}
         self._finished: RunFinished | None = None
         self._agent_lost = False
@@ -124,12 +123,12 @@ class LauncherContext(SubprocessContext[R]):
     @property
     def restart_count(self) -> int:
         """How often the group or a worker was started again so far."""
-        return self._restart_count
+        return self._progress.restart_count
 
     @property
     def state(self) -> GroupPhase:
         """Where the run stands."""
-        return self._state
+        return self._progress.state
 
     @property
     def ended(self) -> bool:
@@ -144,7 +143,7 @@ class LauncherContext(SubprocessContext[R]):
     def pids(self) -> dict[int, int]:
         """Return the process ids of the living workers, by rank."""
         with self._changed:
-            return dict(sorted(self._pids.items()))
+            return dict(sorted(self._progress.pids.items()))
 
     def dump_stacks(self) -> dict[int, str]:
         """Return where the living workers are, by rank."""
@@ -182,7 +181,7 @@ class LauncherContext(SubprocessContext[R]):
         """Replace the workers by a new generation."""
         if self.ended:
             raise RunStoppedError(
-                f"run {self.run_id} has {self._state} already; call start_processes again"
+                f"run {self.run_id} has {self.state} already; call start_processes again"
             )
         grace_s = None if grace is None else to_seconds("grace", grace)
         self._link.send(RestartRun(run_id=self.run_id, grace_s=grace_s))
@@ -299,35 +298,12 @@ class LauncherContext(SubprocessContext[R]):
         log_event(event, self.spec)
         with self._changed:
             self._events.append(event)
-            self._follow(event)
+            self._progress.follow(event)
+            if isinstance(event, ev.GenerationStarted):
+                self._drop_results()
             self._changed.notify_all()
         if self._callbacks is not None:
             self._callbacks.put(event)
-
-    def _follow(self, event: ev.Event) -> None:
-        match event:
-            case ev.GenerationStarted(generation=generation):
-                self._state = "starting"
-                self._drop_results()
-                self._restart_count = max(self._restart_count, generation)
-            case ev.GroupRan():
-                self._state = "running"
-            case ev.GroupFell(restarting=restarting):
-                self._state = "restarting" if restarting else "stopping"
-            case ev.StopRequested() | ev.KillRequested():
-                self._state = "stopping"
-            case ev.RestartRequested():
-                self._state = "restarting"
-            case ev.WorkerRestarted():
-                self._restart_count += 1
-            case ev.WorkerStarted(rank=rank, pid=pid):
-                self._pids[rank] = pid
-            case ev.WorkerExited(rank=rank):
-                self._pids.pop(rank, None)
-            case ev.RunEnded(state=state, restart_count=count):
-                self._state, self._restart_count = state, count
-            case _:
-                pass
 
     def _drop_results(self) -> None:
         """What an earlier generation returned counts for nothing."""
@@ -341,9 +317,7 @@ class LauncherContext(SubprocessContext[R]):
         with self._changed:
             self._finished = finished
             self._agent_lost = finished is None
-            self._pids.clear()
-            if finished is None:
-                self._state = "failed"
+            self._progress.end(agent_lost=finished is None)
             self._changed.notify_all()
         if self._callbacks is not None:
             self._callbacks.put(None)
@@ -381,7 +355,7 @@ class LauncherContext(SubprocessContext[R]):
     def _still_running(self) -> str:
         ranks = ", ".join(map(str, self.pids())) or "none yet"
         return (
-            f"run {self.run_id} is still {self._state} (ranks with a process: {ranks}); it goes "
+            f"run {self.run_id} is still {self.state} (ranks with a process: {ranks}); it goes "
             "on: wait() again, or shutdown()"
         )
 

@@ -11,9 +11,8 @@ a holder: it sees the old value until there is a new one.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from phalanx.system import kernel
@@ -35,23 +34,14 @@ from phalanx.tensors.store.messages import (
     Put,
     Refused,
     Reserve,
-    Reserved,
     StoreRequest,
 )
+from phalanx.tensors.store.reservations import MisuseError, Reservations
 from phalanx.tensors.store.segments import PoolFullError, SegmentPool
 from phalanx.tensors.store.versions import Versions
 
 if TYPE_CHECKING:
     from phalanx.tensors.store.entries import Timer
-    from phalanx.tensors.store.segments import Segment
-
-
-_AHEAD_PART = 16
-"""Segments that are handed out before they are asked for are at most this part of the limit."""
-
-
-class _MisuseError(Exception):
-    """A client asked for what can't be; the text goes to it."""
 
 
 class TensorStore:
@@ -78,7 +68,7 @@ class TensorStore:
         self._call_later = call_later
         self._who_is_alive = who_is_alive
         self._entries: dict[str, Entry] = {}
-        self._reserved: dict[StoreClient, dict[int, Segment]] = {}
+        self._reserved = Reservations(self._pool)
         self._run_has_ended = False
 
     @property
@@ -90,7 +80,7 @@ class TensorStore:
         """Do what a client asks, and answer it, now or when it is time."""
         try:
             self._handle(client, request)
-        except _MisuseError as error:
+        except MisuseError as error:
             client.reply(Refused(why="misuse", message=str(error)))
 
     def _handle(self, client: StoreClient, request: StoreRequest) -> None:
@@ -98,7 +88,7 @@ class TensorStore:
             case Reserve():
                 self._reserve(client, request)
             case GiveBack(segment=number):
-                self._pool.give_back(self._take_reserved(client, number))
+                self._pool.give_back(self._reserved.take(client, number))
                 client.reply(Done())
             case Put():
                 self._put(client, request)
@@ -124,8 +114,7 @@ class TensorStore:
 
     def forget(self, client: StoreClient) -> None:
         """A conversation has ended: what it held is free, what it wrote and did not put is gone."""
-        for segment in self._reserved.pop(client, {}).values():
-            self._pool.give_back(segment)
+        self._reserved.forget(client)
         for key, entry in list(self._entries.items()):
             for waiting in [each for each in entry.waiting() if each.client is client]:
                 self._stop_waiting(entry, waiting)
@@ -165,47 +154,13 @@ class TensorStore:
 
     def _reserve(self, client: StoreClient, request: Reserve) -> None:
         try:
-            reserved, fd = self._hand_out(client, request.num_bytes, request.mapped)
+            reserved, fd = self._reserved.hand_out(client, request.num_bytes, request.mapped)
         except PoolFullError as error:
             client.reply(refusals.full(error))
         except OSError as error:
             client.reply(refusals.no_memory_file(request.num_bytes, error))
         else:
             client.reply(reserved, [fd])
-
-    def _hand_out(
-        self, client: StoreClient, num_bytes: int, mapped: Sequence[int] = ()
-    ) -> tuple[Reserved, int]:
-        segment = self._pool.take(num_bytes, client.process)
-        try:
-            fd = os.dup(segment.fd)
-        except OSError:
-            self._pool.give_back(segment)
-            raise
-        self._reserved.setdefault(client, {})[segment.number] = segment
-        fresh, segment.fresh = segment.fresh, False
-        gone = tuple(number for number in mapped if not self._pool.exists(number))
-        reserved = Reserved(
-            segment=segment.number,
-            num_bytes=segment.num_bytes,
-            fresh=fresh,
-            keep=kernel.HAS_LEASES,
-            gone=gone,
-        )
-        return reserved, fd
-
-    def _hand_out_another(
-        self, client: StoreClient, request: Put
-    ) -> tuple[Reserved | None, list[int]]:
-        """Reserve the next segment ahead, as long as that takes room from nobody."""
-        if not request.another or request.segment is None:
-            return None, []
-        ahead = sum(each.num_bytes for held in self._reserved.values() for each in held.values())
-        if ahead + request.num_bytes <= self._pool.limit // _AHEAD_PART:
-            with contextlib.suppress(PoolFullError, OSError):
-                reserved, fd = self._hand_out(client, request.num_bytes)
-                return reserved, [fd]
-        return None, []
 
     def _put(self, client: StoreClient, request: Put) -> None:
         def put() -> None:
@@ -215,7 +170,7 @@ class TensorStore:
                 return
             replaced, entry.value = entry.value, value
             self._drop([] if replaced is None else [replaced])
-            another, fds = self._hand_out_another(client, request)
+            another, fds = self._reserved.hand_out_another(client, request)
             client.reply(Done(existed=replaced is not None, another=another), fds)
             waiting, entry.for_value = entry.for_value, []
             for each in waiting:
@@ -234,7 +189,7 @@ class TensorStore:
             entry.versions = Versions(world_size=self._world_size)
         versions = entry.versions
         if not versions.takes(request.version):
-            raise _MisuseError(
+            raise MisuseError(
                 f"version {request.version} of {request.key!r} is not newer than version "
                 f"{versions.newest_whole}, which all ranks have committed: go on from that one "
                 "(get_committed_tensors), or delete the key to begin anew"
@@ -258,15 +213,9 @@ class TensorStore:
             client.reply(refusals.full(error))
             return None
         if request.data is None:
-            value.segment = self._take_reserved(client, request.segment)
+            value.segment = self._reserved.take(client, request.segment)
         self._pool.inline_bytes += value.inline_bytes
         return value
-
-    def _take_reserved(self, client: StoreClient, number: int | None) -> Segment:
-        segment = self._reserved.get(client, {}).pop(-1 if number is None else number, None)
-        if segment is None:
-            raise _MisuseError(f"segment {number} is not reserved by this client")
-        return segment
 
     def _delete(self, client: StoreClient, key: str) -> None:
         entry = self._entry(key)
