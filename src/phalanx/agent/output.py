@@ -144,7 +144,7 @@ class RunOutput:
         if not filters:
             return None
         file = self._file(str(filtered_file(self._log_dir, generation, stream)))
-        return MatchingLines(file, filters, f"[rank {rank}] ")
+        return MatchingLines(file, filters, self._own_prefix(rank) or f"[rank {rank}] ")
 
     def drain(self, rank: int) -> None:
         """Read all that a worker had printed: it has ended."""
@@ -249,7 +249,15 @@ class RunOutput:
                 folding[stream] = FoldingSink(self._loop, sink, prefixes, several)
         return folding
 
+    def _own_prefix(self, rank: int) -> str | None:
+        """Return the prefix that was asked for; None: there is the usual one, or none."""
+        routes = self._spec.routes
+        return None if routes is None or not routes.prefixes else routes.prefixes[rank]
+
     def _prefix(self, rank: int, stream: Stream) -> str:
+        own = self._own_prefix(rank)
+        if own is not None:
+            return own
         if len(self._on_console[stream]) == 1:
             return ""
         return self._coloured(f"[rank {rank}] ", _COLOURS[rank % len(_COLOURS)], stream)

@@ -6,6 +6,8 @@ import argparse
 import importlib.machinery
 import os
 import shutil
+import socket
+import string
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 _C10D_PORT = 29400
 """Where torchrun's c10d rendezvous is when its endpoint names no port."""
 _DEFAULT_GRACE_S = 30.0
+_PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 
 
 def plan(options: Options) -> tuple[LaunchSpec, ProcessImage]:
@@ -40,6 +43,7 @@ def plan(options: Options) -> tuple[LaunchSpec, ProcessImage]:
     num_workers = _num_workers(values.nproc_per_node)
     image = _image(program)
     address, port = _meeting_place(values)
+    routes = _routes(values, num_workers)
     standalone = values.standalone or values.rdzv_id in ("", "none")
     spec = LaunchSpec(
         run_id=paths.new_run_id(),
@@ -61,8 +65,8 @@ def plan(options: Options) -> tuple[LaunchSpec, ProcessImage]:
         elastic_run_id=None if standalone else values.rdzv_id,
         virtual_local_rank=values.virtual_local_rank,
         numa_binding=values.numa_binding,
-        routes=_routes(values, num_workers),
-        fold=not values.no_fold,
+        routes=routes,
+        fold=not values.no_fold and not routes.prefixes,
         on_closed_output=values.on_closed_output,
     )
     check_launch(spec)
@@ -258,7 +262,29 @@ def _routes(values: Any, num_workers: int) -> Routes:  # noqa: ANN401 - as above
         console[stream] = tuple(rank for rank in shown if rank not in to_file_only)
         files[stream] = tuple(sorted(to_file_only | _ranks(tee, bit, num_workers)))
     filters = {"out": values.duplicate_stdout_filters, "err": values.duplicate_stderr_filters}
-    return Routes(console=console, files=files, filters={k: v for k, v in filters.items() if v})
+    return Routes(
+        console=console,
+        files=files,
+        filters={k: v for k, v in filters.items() if v},
+        prefixes=_prefixes(values, num_workers),
+    )
+
+
+def _prefixes(values: Any, num_workers: int) -> tuple[str, ...]:  # noqa: ANN401 - as above
+    """Return what was asked for to stand before each rank's lines; empty: the usual.
+
+    Names that there are not stay as they are written, as with torchrun.
+    """
+    text = values.log_line_prefix_template or os.environ.get(_PREFIX_VARIABLE, "")
+    if not text:
+        return ()
+    hostname = socket.gethostname()
+    return tuple(
+        string.Template(text).safe_substitute(
+            role_name=values.role, local_rank=rank, rank=rank, hostname=hostname
+        )
+        for rank in range(num_workers)
+    )
 
 
 def _named(choice: formats.StreamChoice) -> tuple[int, ...]:

@@ -67,11 +67,13 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
         console: Ranks whose stream goes to the console.
         files: Ranks whose stream goes to a file.
         filters: Lines that contain one of these texts are also copied to one file for all.
+        prefixes: What stands before lines on the console, by rank; empty: the usual.
     """
 
     console: dict[str, tuple[int, ...]]
     files: dict[str, tuple[int, ...]]
     filters: dict[str, tuple[str, ...]] = {}
+    prefixes: tuple[str, ...] = ()
 
 
 class ProcessImage(msgspec.Struct, frozen=True, kw_only=True):
