@@ -490,6 +490,10 @@ def train_fsdp(rank, world_size, backend):
 
 
 def test_fsdp2_runs_and_all_ranks_agree():
+    import torch
+
+    if not hasattr(torch.cpu.Stream, "record_event"):
+        pytest.skip("this torch, as 2.6, has no FSDP2 on the CPU, over Gloo neither")
     shm = start_processes(train_fsdp, 2, args=("shm",)).wait().returns
     gloo = start_processes(train_fsdp, 2, args=("gloo",)).wait().returns
     assert shm[0].equal(shm[1])
