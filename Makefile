@@ -8,7 +8,7 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format type bench docs check
+.PHONY: help setup demo test lint format type bench matrix docs check
 
 help: ## Show this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -41,6 +41,9 @@ type: $(STAMP) ## Check the types
 
 bench: $(STAMP) ## Measure, with the peers beside (minutes)
 	$(BIN)/python -m benchmarks
+
+matrix: $(STAMP) ## Test all promised versions, each in an environment of its own (an hour, 7 GB)
+	$(BIN)/python -m matrix $(PAIRS)
 
 docs: $(STAMP) ## Check that the documentation tells the truth about the code
 	$(BIN)/python -m pytest tests/unit/test_docs.py

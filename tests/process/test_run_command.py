@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -713,6 +714,33 @@ def test_redirects_tee_and_filters_by_rank_and_stream(run, write, tmp_path):
     assert files == {
         "rank-0.err": "error 0\n", "rank-0.out": "loss 0\nother 0\n", "rank-1.err": "error 1\n",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["option", "PET", "torch's variable"])
+def test_what_stands_before_lines_can_be_chosen(run, write, how):
+    template = "${hostname}/${role_name}/${rank}/${local_rank}/${other}> "
+    options, env = (), {}
+    if how == "option":
+        options = ("--log-line-prefix-template", template)
+    else:
+        name = "PET_" if how == "PET" else "TORCHELASTIC_"
+        env = {f"{name}LOG_LINE_PREFIX_TEMPLATE": template}
+    words = ("--nproc-per-node=2", "--role=trainer", *options)
+    done = run(*LIGHT, *words, write("print('same')"), env=env, fold=True)
+    host = socket.gethostname()
+    assert sorted_lines(done.stdout) == [
+        f"{host}/trainer/{rank}/{rank}/${{other}}> same" for rank in range(2)
+    ]
+
+
+def test_one_rank_and_copied_lines_have_the_chosen_prefix_too(run, write, tmp_path):
+    done = run(
+        *LIGHT, "--log-dir", "logs", "--log-line-prefix-template", "${rank}: ",
+        "--duplicate-stdout-filters", "loss", write(PRINTS),
+    )  # fmt: skip
+    assert sorted_lines(done.stdout) == ["0: loss 0", "0: other 0"]
+    files = files_of(tmp_path / "logs")
+    assert (files["filtered.out"], files["rank-0.err"]) == ("0: loss 0\n", "error 0\n")
 
 
 def test_only_some_ranks_print(run, write):

@@ -81,7 +81,7 @@ def every_option() -> list[tuple[str, str]]:
         ("duplicate-stdout-filters", "a,,b,c"), ("duplicate-stderr-filters", "d"), ("node-rank", "0"),
         ("master-addr", "localhost"), ("master-port", "29500"), ("local-addr", "127.0.0.1"),
         ("numa-binding", "core-complex"), ("signals-to-handle", "SIGTERM,SIGUSR1"),
-        ("shutdown-timeout", "3"),
+        ("shutdown-timeout", "3"), ("log-line-prefix-template", "${rank}: "),
     ]  # fmt: skip
 
 
@@ -130,6 +130,8 @@ def test_torchruns_options_are_all_there():
             )
             if name in ("-h", "--help"):
                 assert parse(argv, {}) is None
+            elif name in ("--print-completion", "--print_completion"):  # torch 2.14
+                assert parse([name, "bash"], {}) is None
             else:
                 options(*argv, "a.py")
 

@@ -33,8 +33,11 @@ from phalanx.tensors.store.memory import WrittenSegments, as_bytes, copied, map_
 from phalanx.tensors.store.messages import Reserved
 from phalanx.values.errors import StoreFullError, TensorError
 
-# What torch says once per process of complex32.
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
+# What torch says once per process of complex32, and 2.14 of bcomplex32.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning"),
+    pytest.mark.filterwarnings("ignore:BComplex32 support:UserWarning"),
+]
 
 DTYPES = sorted(
     {

@@ -124,7 +124,8 @@ class RunOutput:
             return None
         if wanted.file is None:
             usual = filtered_file(self._log_dir, generation, stream)
-            return MatchingLines(self._file(str(usual)), wanted.needles, f"[rank {rank}] ")
+            prefix = where.prefix or f"[rank {rank}] "
+            return MatchingLines(self._file(str(usual)), wanted.needles, prefix)
         if where.file is None or not where.console:
             return None  # as torchelastic: of streams that go to console and file
         return MatchingLines(self._file(wanted.file), wanted.needles, where.prefix or "")

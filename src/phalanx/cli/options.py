@@ -29,6 +29,7 @@ _NO_VARIABLE = (
     "grace",
     "hang_timeout",
     "json",
+    "print_completion",
 )
 """Options that no PET_* variable sets."""
 
@@ -69,7 +70,7 @@ class Options:
 
 
 def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Options | None:
-    """Return the options; None when help was wanted, and given.
+    """Return the options; None when help or a completion script was wanted, and given.
 
     Args:
         argv: The arguments after ``run``.
@@ -85,6 +86,11 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> O
     if values.help:
         sys.stdout.write(parser.format_help())
         sys.stdout.flush()
+        return None
+    if values.print_completion:
+        from phalanx.cli.completion import completion  # noqa: PLC0415 - it knows our options
+
+        completion(argparse.Namespace(shell=values.print_completion))
         return None
     rest = list(argv[num_options:])
     if rest[:1] == ["--"]:
@@ -259,6 +265,11 @@ def _add_output(parser: Parser) -> None:
         help="local ranks that print to the console, as 0,1; default: all",
     )  # fmt: skip
     add(
+        "--log-line-prefix-template", metavar="TEXT", default="",
+        help="what stands before each line on the console, with ${role_name}, ${local_rank}, "
+        "${rank} and ${hostname} in it, as '${hostname}:${rank}: '; nothing is folded then",
+    )  # fmt: skip
+    add(
         "--no-fold", action="store_true",
         help="show a line that several ranks print alike once for each of them",
     )  # fmt: skip
@@ -306,3 +317,7 @@ def _add_accepted(parser: Parser) -> None:
     add("--event-log-handler", metavar="NAME", default="null", help="see events.jsonl")
     add("--logs-specs", metavar="NAME", help=argparse.SUPPRESS)
     parser.add_argument("-h", "--help", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--print-completion", "--print_completion", choices=["bash", "zsh", "fish"],
+        help=argparse.SUPPRESS,
+    )  # fmt: skip

@@ -6,6 +6,8 @@ import argparse
 import importlib.machinery
 import os
 import shutil
+import socket
+import string
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 _C10D_PORT = 29400
 """Where torchrun's c10d rendezvous is when its endpoint names no port."""
 _DEFAULT_GRACE_S = 30.0
+_PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 
 
 def plan(options: Options) -> tuple[LaunchSpec, ProcessImage]:
@@ -41,6 +44,7 @@ def plan(options: Options) -> tuple[LaunchSpec, ProcessImage]:
     num_workers = _num_workers(values.nproc_per_node)
     image = _image(program)
     address, port = _meeting_place(values)
+    prefixes = _prefixes(values, num_workers)
     standalone = values.standalone or values.rdzv_id in ("", "none")
     spec = LaunchSpec(
         run_id=paths.new_run_id(),
@@ -61,8 +65,8 @@ def plan(options: Options) -> tuple[LaunchSpec, ProcessImage]:
         elastic_run_id=None if standalone else values.rdzv_id,
         virtual_local_rank=values.virtual_local_rank,
         numa_binding=values.numa_binding,
-        outputs=_outputs(values, num_workers),
-        fold=not values.no_fold,
+        outputs=_outputs(values, num_workers, prefixes),
+        fold=not values.no_fold and not prefixes,
         on_closed_output=values.on_closed_output,
     )
     check_launch(spec)
@@ -242,7 +246,7 @@ def _preload(values: Any, program: Program, image: ProcessImage) -> tuple[str, .
 # ── output ───────────────────────────────────────────────────────────────────────────────
 
 
-def _outputs(values: Any, num_workers: int) -> Outputs:  # noqa: ANN401 - as above
+def _outputs(values: Any, num_workers: int, prefixes: tuple[str, ...]) -> Outputs:  # noqa: ANN401
     """Return who prints where; with a log folder and no more said, files get everything."""
     redirects, tee = values.redirects, values.tee
     if values.log_dir is not None and not redirects and not tee:
@@ -256,7 +260,11 @@ def _outputs(values: Any, num_workers: int) -> Outputs:  # noqa: ANN401 - as abo
         both = _ranks(tee, bit, num_workers)
         file_only = _ranks(redirects, bit, num_workers) - both
         return tuple(
-            StreamOutput(console=rank in shown and rank not in file_only, kept=rank in both)
+            StreamOutput(
+                console=rank in shown and rank not in file_only,
+                prefix=prefixes[rank] if prefixes else None,
+                kept=rank in both,
+            )
             for rank in range(num_workers)
         )
 
@@ -270,6 +278,23 @@ def _outputs(values: Any, num_workers: int) -> Outputs:  # noqa: ANN401 - as abo
 
 def _filter(needles: tuple[str, ...] | None) -> LineFilter | None:
     return LineFilter(needles=tuple(needles)) if needles else None
+
+
+def _prefixes(values: Any, num_workers: int) -> tuple[str, ...]:  # noqa: ANN401 - as above
+    """Return what was asked for to stand before each rank's lines; empty: the usual.
+
+    Names that there are not stay as they are written, as with torchrun.
+    """
+    text = values.log_line_prefix_template or os.environ.get(_PREFIX_VARIABLE, "")
+    if not text:
+        return ()
+    hostname = socket.gethostname()
+    return tuple(
+        string.Template(text).safe_substitute(
+            role_name=values.role, local_rank=rank, rank=rank, hostname=hostname
+        )
+        for rank in range(num_workers)
+    )
 
 
 def _named(choice: formats.StreamChoice) -> tuple[int, ...]:

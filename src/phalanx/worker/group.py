@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from phalanx.tensors.sync.groups import make_group
+from phalanx.tensors.sync.groups import ask_to_block, make_group
 from phalanx.tensors.sync.shm.backend import cpu_backend
 from phalanx.values.errors import SpecError
 
@@ -41,7 +41,7 @@ class ControlGroup:
             dist.barrier()
         else:
             options = dist.BarrierOptions()
-            options.asyncOp = False
+            ask_to_block(options)
             self._group.barrier(options).wait()
 
     def any(self, vote: bool) -> bool:  # noqa: FBT001 - it is a vote
@@ -52,7 +52,7 @@ class ControlGroup:
         else:
             options = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp.MAX
-            options.asyncOp = False
+            ask_to_block(options)
             self._group.allreduce([ballot], options).wait()
         return bool(ballot.item())
 

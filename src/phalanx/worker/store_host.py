@@ -6,12 +6,18 @@ store ends with it: the next one never reads an address of a fallen worker.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
 import signal
 import socket
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import NoReturn
 
 import torch.distributed as dist
+
+from phalanx.system import kernel
 
 
 def host_store(listener_fd: int, master_addr: str, master_port: int) -> NoReturn:
@@ -23,7 +29,20 @@ def host_store(listener_fd: int, master_addr: str, master_port: int) -> NoReturn
         master_port: Its port.
     """
     socket.socket(fileno=listener_fd).detach()  # check that it is one
-    store = dist.TCPStore(
+    store = open_store(listener_fd, master_addr, master_port)
+    while store:
+        signal.pause()
+    raise AssertionError("unreachable")
+
+
+def open_store(listener_fd: int, master_addr: str, master_port: int) -> dist.TCPStore:
+    """Open the store, by libuv where that can take a socket over.
+
+    It can't in torch 2.6. The older server can, everywhere, and workers can't tell the two
+    apart: clients speak the same to both.
+    """
+    make = functools.partial(
+        dist.TCPStore,
         master_addr,
         master_port,
         None,
@@ -32,6 +51,31 @@ def host_store(listener_fd: int, master_addr: str, master_port: int) -> NoReturn
         wait_for_workers=False,
         master_listen_fd=listener_fd,
     )
-    while store:
-        signal.pause()
-    raise AssertionError("unreachable")
+    try:
+        with _hold_back_errors():
+            return make()
+    except NotImplementedError:  # raised before the descriptor is touched
+        return make(use_libuv=False)
+
+
+@contextlib.contextmanager
+def _hold_back_errors() -> Iterator[None]:
+    """Keep what native code prints off standard error, unless something else went wrong.
+
+    Torch's C++ prints that it can't, with advice for users, before Python can decide.
+    """
+    held = kernel.open_anonymous_file("phalanx-store-errors")
+    own = os.dup(2)
+    os.dup2(held, 2)
+    try:
+        yield
+    except NotImplementedError:
+        os.ftruncate(held, 0)
+        raise
+    finally:
+        os.dup2(own, 2)
+        os.lseek(held, 0, os.SEEK_SET)
+        while text := os.read(held, 1 << 16):
+            os.write(2, text)
+        os.close(held)
+        os.close(own)

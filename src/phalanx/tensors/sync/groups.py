@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,15 @@ if TYPE_CHECKING:
 
 _TIMEOUT: Final = timedelta(minutes=30)
 """Bounds what user code has no timeout for."""
+
+
+def ask_to_block(options: Any) -> None:  # noqa: ANN401 - a class of torch for each operation
+    """Let a collective block where it is called, which is faster than waiting for it later.
+
+    Torch 2.6 has no such option for some operations; waiting does the same there.
+    """
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = False
 
 
 class Pending(Protocol):
@@ -87,7 +96,8 @@ class GradientGroup:
         options = dist.AllreduceOptions()
         average = average and self._averages_itself(tensor.device)
         options.reduceOp = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-        options.asyncOp = not at_once
+        if at_once:
+            ask_to_block(options)
         pending: Pending = self._group_for(tensor.device).allreduce([_real(tensor)], options)
         return pending
 
@@ -102,7 +112,7 @@ class GradientGroup:
         """
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.BOR
-        options.asyncOp = False
+        ask_to_block(options)
         options.timeout = timedelta(seconds=timeout_s)
         work = self._groups["cpu"].allreduce([words], options)
         work.wait(options.timeout)

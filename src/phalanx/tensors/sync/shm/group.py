@@ -94,6 +94,24 @@ class ShmGroup(dist.ProcessGroup):  # type: ignore[misc]
         """What object collectives put their bytes on."""
         return [torch.device("cpu")]
 
+    supports_coalescing = supports_splitting = supports_time_estimate = False
+    """What torch asks a backend; `_get_backend` gives it this group."""
+
+    def _get_backend(self, device: torch.device) -> ShmGroup:
+        """Return the backend that works on tensors of a device: for the CPU, the group itself.
+
+        Newer versions of torch ask every group, also one that has no backends below it.
+
+        Raises:
+            RuntimeError: There is none for this device; what torch's groups raise.
+        """
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(
+                f"the shm group has no backend for {device}: it takes CPU tensors. For others "
+                'use init_process_group("cpu:gloo,cuda:nccl")'
+            )
+        return self
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long later operations may wait for a peer."""
         self._member.timeout_s = timeout.total_seconds()

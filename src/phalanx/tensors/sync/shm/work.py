@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -20,6 +21,25 @@ Task: TypeAlias = Callable[[], None]
 
 _JOIN_S: Final = 5.0
 
+_TORCH_KEEPS_WORKS: Final[bool] = torch.__version__ >= (2, 9)
+_MOST_KEPT: Final = 1024
+_kept: dict[int, dist.Work] = {}
+
+
+def keep(work: dist.Work) -> dist.Work:
+    """Keep a work's Python half alive until it was waited for, where torch does not.
+
+    Torch 2.6 forgets it once C++ (as DDP's) has the other half, which then has no future, and
+    is never over. Who asks for the future only, as DDP does, never waits: so the oldest go.
+    """
+    if _TORCH_KEEPS_WORKS:
+        return work
+    _kept[id(work)] = work
+    if len(_kept) > _MOST_KEPT:
+        with contextlib.suppress(RuntimeError, StopIteration):  # another thread was at it, too
+            _kept.pop(next(iter(_kept)), None)
+    return work
+
 
 class DoneWork(dist.Work):  # type: ignore[misc]
     """An operation that was over when its call returned."""
@@ -32,6 +52,7 @@ class DoneWork(dist.Work):  # type: ignore[misc]
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: ARG002 - torch's signature
         """Return at once."""
+        _kept.pop(id(self), None)
         return True
 
     def is_completed(self) -> bool:
@@ -95,6 +116,7 @@ class PendingWork(dist.Work):  # type: ignore[misc]
         seconds = timeout.total_seconds()
         if not self._over.wait(seconds if seconds > 0 else None):
             raise GroupTimeoutError(f"the operation was not over after {seconds:g} s")
+        _kept.pop(id(self), None)
         if self._error is not None:
             raise self._error
         return True
@@ -159,7 +181,7 @@ class Lane:
                 task()
             finally:
                 self._turn.release()
-            return DoneWork(result)
+            return keep(DoneWork(result))
         work = PendingWork(result)
         with self._lock:
             self._num_pending += 1
@@ -167,7 +189,7 @@ class Lane:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
             self._tasks.put((task, work))
-        return work
+        return keep(work)
 
     def stop(self) -> None:
         """End the thread when it has done what was issued; blocks until then."""
