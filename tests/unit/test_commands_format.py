@@ -28,6 +28,7 @@ EVENTS = (
     ev.GroupFell(generation=0, failure=FAILURE, restarting=True),
     ev.GenerationClosed(generation=0),
     ev.StoreContacted(),
+    ev.HelperExited(failure=Failure(rank=-1, cause="helper", message="the store ended")),
     ev.WorkerStarted(rank=1, pid=77),
     ev.WorkerEntered(rank=1),
     ev.WorkerReturned(rank=1),

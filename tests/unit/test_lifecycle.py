@@ -465,6 +465,60 @@ def test_a_rank_that_enters_after_its_time_to_start_was_over_does_no_harm():
     assert run.state.phase == "failed"
 
 
+def test_the_end_of_a_helper_is_a_failure_of_the_whole_run():
+    run = run_of(2)
+    run.fail(0, lost_peer(0))  # which its end brought about, and which was noticed first
+    run.lose_helper(SIGKILLED)
+    assert run.state.phase == "failed"
+    root = next(f for f in run.state.failures if f.kind == "primary")
+    assert (root.rank, root.cause, root.exit) == (-1, "helper", SIGKILLED)
+    assert announced(run, ev.GroupFell)[0].failure == root
+
+
+def test_the_end_of_a_helper_uses_up_a_restart():
+    run = run_of(2, max_restarts=1)
+    run.lose_helper(SIGKILLED)
+    assert (run.state.phase, run.state.generation, run.state.restart_count) == ("running", 1, 1)
+    run.lose_helper(SIGKILLED)
+    assert run.state.phase == "failed"
+
+
+@pytest.mark.parametrize(("exit_", "phase"), [(SIGKILLED, "starting"), (Exited(1), "failed")])
+def test_a_helper_that_leaves_by_itself_at_the_start_would_do_so_again(exit_, phase):
+    run = run_of(2, max_restarts=3, slow=frozenset({1}))
+    run.lose_helper(exit_)
+    assert run.state.phase == phase
+    if phase == "starting":
+        assert run.state.generation == 1
+
+
+def test_the_end_of_a_helper_does_not_matter_any_more_when_all_have_returned():
+    run = run_of(1)
+    run.feed(ev.WorkerReturned(rank=0))
+    run.lose_helper(SIGKILLED)
+    run.feed(ev.WorkerExited(rank=0, exit=Exited(0)))
+    assert run.state.phase == "succeeded"
+    assert announced(run, ev.Warned)[0].message == "the store ended"
+
+
+def test_where_ranks_are_started_again_alone_each_falls_for_itself():
+    run = run_of(2, max_restarts=2, restart="worker")
+    run.lose_helper(SIGKILLED)
+    for rank in range(2):
+        run.die(rank, signal.SIGKILL)
+    assert (run.state.phase, run.state.restart_count) == ("running", 2)
+
+
+@pytest.mark.parametrize("stubborn", [{0, 1}, set()])
+def test_the_end_of_a_helper_is_of_no_interest_while_and_after_all_are_ended(stubborn):
+    run = run_of(2, stubborn=frozenset(stubborn))
+    run.feed(ev.StopRequested(grace_s=3.0))
+    run.lose_helper(SIGKILLED)
+    run.pass_time(4)
+    run.lose_helper(SIGKILLED)
+    assert run.state.phase == "stopped"
+
+
 _WISHES = (
     ev.StopRequested(grace_s=3.0),
     ev.KillRequested(),
@@ -499,8 +553,11 @@ def test_whatever_happens_a_run_comes_to_an_end(data):
 
 def _disturb(run: FakeProcesses, data) -> None:
     living = [w for w in run.state.workers if w.alive]
-    choice = data.draw(st.sampled_from(["die", "fail", "lost", "finish", "hang", "wish", "time"]))
-    if choice == "wish":
+    choices = ["die", "fail", "lost", "finish", "hang", "helper", "wish", "time"]
+    choice = data.draw(st.sampled_from(choices))
+    if choice == "helper":
+        run.lose_helper(data.draw(st.sampled_from([SIGKILLED, Exited(1)])))
+    elif choice == "wish":
         run.feed(data.draw(st.sampled_from(_WISHES)))
     elif choice == "time":
         run.pass_time(data.draw(st.floats(0, 40)))

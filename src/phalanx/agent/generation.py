@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from phalanx.agent.records import record_of_helper
 from phalanx.agent.worker import WorkerOwner, WorkerProcess, forget_error_file
 from phalanx.system import kernel
 from phalanx.values import events as ev
@@ -19,18 +20,20 @@ if TYPE_CHECKING:
 
     from phalanx.agent.forkservers import ForkServer, ForkServers, NotMade
     from phalanx.agent.output import RunOutput
-    from phalanx.values.failures import Exit
+    from phalanx.values.failures import Exit, Failure
     from phalanx.values.spec import LaunchSpec
     from phalanx.wire.messages import Launch
 
 _SWEEP_POLL_S = 0.002
 _SWEEP_PATIENCE_S = 3.0
+_MAX_LAST_WORDS = 64 * 1024
+_STORE = "The store of the group"
 
 
 class StoreHost:
     """The process that hosts a generation's TCPStore."""
 
-    def __init__(self, server: ForkServer, ticket: int, on_lost: Callable[[str], None]) -> None:
+    def __init__(self, server: ForkServer, ticket: int, on_lost: Callable[[Failure], None]) -> None:
         """Keep what is needed; `start` makes the process."""
         self._server = server
         self._ticket = ticket
@@ -38,15 +41,20 @@ class StoreHost:
         self._on_gone: Callable[[], None] | None = None
         self._pidfd: int | None = None
         self._pid: int | None = None
+        self._last_words = kernel.open_anonymous_file("phalanx-store-host")
         self._ended = False
 
     def start(self, order: MakeStoreHost, listener: int) -> None:
         """Order the process; the descriptor is borrowed."""
-        self._server.make(order, [os.dup(listener)], self)
+        self._server.make(order, [os.dup(listener), os.dup(self._last_words)], self)
 
     def close(self, then: Callable[[], None]) -> None:
         """End it, and call back when it is gone: the next one must not meet it."""
-        if self._ended or self._server.cancel(self._ticket):
+        if self._ended:
+            then()
+            return
+        if self._server.cancel(self._ticket):
+            self._let_go()
             then()
             return
         self._on_gone = then
@@ -66,22 +74,28 @@ class StoreHost:
             self.kill()
 
     def on_not_made(self, failure: NotMade) -> None:
-        """See `ProcessOwner`. The workers' starts fail for the same reason and say so."""
-        self._end(failure.message)
+        """See `ProcessOwner`."""
+        how = f"could not be started: {failure.message}"
+        self._end(record_of_helper(_STORE, self._pid, None, how=how))
 
     def on_exited(self, exit_: Exit) -> None:
         """See `ProcessOwner`."""
-        self._end(str(exit_))
+        words = os.pread(self._last_words, _MAX_LAST_WORDS, 0).decode(errors="replace")
+        self._end(record_of_helper(_STORE, self._pid, exit_, last_words=words))
 
-    def _end(self, how: str) -> None:
-        self._ended = True
-        if self._pidfd is not None:
-            os.close(self._pidfd)
-            self._pidfd = None
+    def _end(self, record: Failure) -> None:
+        self._let_go()
         if self._on_gone is not None:
             self._on_gone()
         else:
-            self._on_lost(how)
+            self._on_lost(record)
+
+    def _let_go(self) -> None:
+        self._ended = True
+        os.close(self._last_words)
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +144,7 @@ class Generation:
         self._servers: list[ForkServer] = []
         self._gpus = kernel.visible_gpus(run.launch.image.environment)
         self._listening = False
+        self._is_closing = False
 
     def open(self) -> None:
         """Start the store host, or wait until somebody wants one.
@@ -166,7 +181,7 @@ class Generation:
 
     def close(self, then: Callable[[], None]) -> None:
         """Every worker is gone: end the store host, sweep, drain; then call back."""
-        self._stop_listening()
+        self._close_ears()
         if self._store_host is None:
             self._sweep(then)
         else:
@@ -190,7 +205,7 @@ class Generation:
 
     def kill_now(self) -> None:
         """End everything without waiting."""
-        self._stop_listening()
+        self._close_ears()
         for worker in self.workers.values():
             worker.signal(signal.SIGKILL)
         if self._store_host is not None:
@@ -198,7 +213,7 @@ class Generation:
 
     def release(self) -> None:
         """Let go of what is held."""
-        self._stop_listening()
+        self._close_ears()
         for worker in self.workers.values():
             worker.abandon()
 
@@ -235,13 +250,23 @@ class Generation:
         )
         self._store_host.start(order, self._run.listener)
 
-    def _on_store_host_lost(self, how: str) -> None:
-        del how  # the workers that needed it fail by themselves, and say more
+    def _on_store_host_lost(self, record: Failure) -> None:
+        # Later: if it could not be started, the workers' starts may fail and have more to say.
+        self._loop.call_soon(self._on_helper_lost, record)
+
+    def _on_helper_lost(self, record: Failure) -> None:
+        if not self._is_closing:
+            self._owner.feed(ev.HelperExited(failure=record))
 
     def _on_store_contact(self) -> None:
         self._stop_listening()
         self._start_store_host()
         self._owner.feed(ev.StoreContacted())
+
+    def _close_ears(self) -> None:
+        """What ends from now on is ended on purpose."""
+        self._is_closing = True
+        self._stop_listening()
 
     def _stop_listening(self) -> None:
         if self._listening:

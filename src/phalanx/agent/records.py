@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from phalanx.values.failures import Failure, kind_of
+from phalanx.values.failures import Exited, Failure, kind_of
 from phalanx.values.spec import error_file
 
 if TYPE_CHECKING:
     from phalanx.agent.forkservers import NotMade
+    from phalanx.values.failures import Exit
     from phalanx.values.spec import LaunchSpec, WorkerSpec
 
 _MAX_ERROR_FILE = 4 * 1024 * 1024
@@ -29,6 +30,37 @@ def record_of_no_start(worker: WorkerSpec, why: NotMade) -> Failure:
         traceback=why.traceback,
         at=time.time(),
         retry=False,
+    )
+
+
+def record_of_helper(
+    what: str, pid: int | None, exit_: Exit | None, *, how: str = "", last_words: str = ""
+) -> Failure:
+    """Make the record of a process of ours that ended, nobody having asked it to.
+
+    Args:
+        what: Which process, as a sentence begins.
+        pid: Its process id.
+        exit_: How it ended, if that is known.
+        how: The same in words, where there is more to say.
+        last_words: What it wrote to its standard error.
+    """
+    if exit_ is None:
+        how = how or "ended unexpectedly"
+    elif isinstance(exit_, Exited):
+        how = how or f"left with {exit_}"
+    else:
+        how = how or f"was ended by {exit_}"
+        if exit_.name == "SIGKILL":
+            how += " (if nobody sent that: `dmesg` says whether memory ran out)"
+    return Failure(
+        rank=-1,
+        pid=pid,
+        cause="helper",
+        message=f"{what} (process {pid}) {how}",
+        exit=exit_,
+        log_tail=last_words,
+        at=time.time(),
     )
 
 

@@ -84,6 +84,8 @@ def _describe_group(event: ev.Event) -> str:  # noqa: PLR0911 - one arm per even
             return f"generation {generation} fell: {_failure(failure)}; {then}"
         case ev.GenerationClosed(generation=generation):
             return f"generation {generation} is gone"
+        case ev.HelperExited(failure=failure):
+            return _failure(failure)
         case ev.StoreContacted():
             return "the ranks share a process group"
         case _:

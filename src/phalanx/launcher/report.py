@@ -31,10 +31,10 @@ def log_event(event: ev.Event, spec: LaunchSpec) -> None:
         case ev.Warned(message=message):
             _log.warning("%s", message)
         case ev.GroupFell(failure=failure, restarting=True):
-            _log.warning(
-                "rank %d failed (%s); restarting all %d workers",
-                failure.rank, failure.headline(), spec.world_size,
-            )  # fmt: skip
+            what = failure.headline()
+            if failure.rank >= 0:
+                what = f"rank {failure.rank} failed ({what})"
+            _log.warning("%s; restarting all %d workers", what, spec.world_size)
             _log_stacks(failure)
         case ev.WorkerRestarted(rank=rank, failure=failure):
             _log.warning("rank %d failed (%s); restarting it", rank, failure.headline())
@@ -109,6 +109,7 @@ def _how(failure: Failure, spec: LaunchSpec) -> str:
         "signal": "a signal from outside its code, or a crash in native code",
         "startup": "it never reached the user's code",
         "hang": "it hung, and was killed",
+        "helper": "a process of Phalanx' own ended, which the run needs",
     }
     how = causes[failure.cause]
     return f"{how} ({failure.exit})" if failure.exit is not None else how

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+from msgspec import structs
+
 from phalanx.lifecycle import moves
 from phalanx.lifecycle.moves import Step
 from phalanx.lifecycle.state import UNKILLABLE_S, GroupState, WorkerPhase, WorkerState
@@ -287,6 +289,17 @@ def _contacted(state: GroupState, event: ev.StoreContacted, now: float) -> Step:
     return replace(state, shares_group=True), ()
 
 
+def _helper_exited(state: GroupState, event: ev.HelperExited, now: float) -> Step:
+    """Whatever the workers say of it from now on follows from this."""
+    failure = structs.replace(event.failure, generation=state.generation)
+    alone = state.policy.restart == "worker" and not state.shares_group
+    if alone or all(worker.phase == "succeeded" for worker in state.workers):
+        return state, (do.Announce(event=ev.Warned(message=failure.message)),)
+    if state.phase == "starting" and isinstance(failure.exit, Exited):
+        failure = structs.replace(failure, retry=False)  # by itself: it would do so again
+    return moves.abort(replace(state, failures=(*state.failures, failure)), now)
+
+
 def _closed(state: GroupState, event: ev.GenerationClosed, now: float) -> Step:
     del event
     if state.goal == "restart":
@@ -368,6 +381,7 @@ _UP: dict[type[Any], _Handler] = {
     ev.WorkerHung: _hung,
     ev.StartFailed: _start_failed,
     ev.StoreContacted: _contacted,
+    ev.HelperExited: _helper_exited,
     ev.TimePassed: _time_passed,
     ev.StopRequested: _stop,
     ev.KillRequested: _kill,
@@ -383,6 +397,7 @@ _STOPPING: dict[type[Any], _Handler] = {
     ev.StartFailed: _start_failed_while_stopping,
     ev.StartCancelled: _start_cancelled,
     ev.StoreContacted: _ignored,
+    ev.HelperExited: _ignored,
     ev.TimePassed: _time_passed,
     ev.StopRequested: _stop_instead,
     ev.KillRequested: _kill,
@@ -391,6 +406,7 @@ _STOPPING: dict[type[Any], _Handler] = {
 _CLOSING: dict[type[Any], _Handler] = {
     ev.GenerationClosed: _closed,
     ev.StoreContacted: _ignored,
+    ev.HelperExited: _ignored,
     ev.StopRequested: _ignored,
     ev.KillRequested: _ignored,
     ev.RestartRequested: _ignored,
@@ -398,6 +414,7 @@ _CLOSING: dict[type[Any], _Handler] = {
 }
 _ENDED: dict[type[Any], _Handler] = {
     ev.StoreContacted: _ignored,
+    ev.HelperExited: _ignored,
     ev.StopRequested: _ignored,
     ev.KillRequested: _ignored,
     ev.RestartRequested: _ignored,

@@ -95,6 +95,11 @@ class FakeProcesses:
         failure = Failure(rank=rank, pid=pid, cause="hang", message="no sign of life")
         self.feed(ev.WorkerHung(rank=rank, failure=failure))
 
+    def lose_helper(self, exit_: Exit) -> None:
+        """The store host ends, or a fork server."""
+        failure = Failure(rank=-1, cause="helper", message="the store ended", exit=exit_)
+        self.feed(ev.HelperExited(failure=failure))
+
     def pass_time(self, seconds: float) -> None:
         """Let time pass, from deadline to deadline."""
         until = self.clock.now + seconds

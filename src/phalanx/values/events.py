@@ -90,6 +90,15 @@ class StoreContacted(EventBase, frozen=True, kw_only=True):
     """A worker connected to the group's store, so the ranks share a process group."""
 
 
+class HelperExited(EventBase, frozen=True, kw_only=True):
+    """A process that the generation needs ended, and nobody had asked it to.
+
+    Its store host, or a fork server that its workers came from.
+    """
+
+    failure: Failure
+
+
 # ── a worker ─────────────────────────────────────────────────────────────────────────────
 
 
@@ -198,6 +207,7 @@ Event: TypeAlias = (
     | GroupFell
     | GenerationClosed
     | StoreContacted
+    | HelperExited
     | WorkerStarted
     | WorkerEntered
     | WorkerReturned

@@ -38,12 +38,13 @@ class Signaled(msgspec.Struct, frozen=True, tag="signaled", tag_field="kind"):
 Exit: TypeAlias = Exited | Signaled
 """How a process ended: never a bare integer."""
 
-Cause: TypeAlias = Literal["exception", "exit", "signal", "startup", "hang"]
+Cause: TypeAlias = Literal["exception", "exit", "signal", "startup", "hang", "helper"]
 """What kind of thing a failure was.
 
 ``exception``: the user's function raised. ``exit``: the process left with a non-zero code
 and no exception was seen. ``signal``: a signal ended it. ``startup``: it never reached the
 user's code. ``hang``: it showed no sign of life for ``hang_timeout``, and was killed.
+``helper``: a process of Phalanx' own ended that the generation needs; its rank is -1.
 """
 
 Kind: TypeAlias = Literal["primary", "effect", "stopped"]
@@ -83,7 +84,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's failure.
 
     Attributes:
-        rank: Global rank; -1 when it belongs to no single rank (a preload that fails).
+        rank: Global rank; -1 when it belongs to no single rank (a helper
+            that ended).
         node_rank: Node that the rank ran on.
         pid: Process id, or None when there was no process yet.
         generation: Generation (0 is the first) in which it happened.

@@ -242,7 +242,10 @@ class MakeWorker(Message, frozen=True, kw_only=True):
 
 
 class MakeStoreHost(Message, frozen=True, kw_only=True):
-    """Make the process that hosts a generation's store; fds: the listening socket."""
+    """Make the process that hosts a generation's store.
+
+    fds: the listening socket, the file for its standard error.
+    """
 
     ticket: int
     tag: str

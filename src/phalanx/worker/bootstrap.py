@@ -66,14 +66,17 @@ def run_forked_worker(order: MakeWorker, fds: list[int], server_pid: int) -> NoR
 def run_forked_store_host(order: MakeStoreHost, fds: list[int], server_pid: int) -> NoReturn:
     """Be the store host, in a child that the fork server just forked."""
     kernel.die_with_parent(server_pid)
-    kernel.close_all_fds({0, 1, 2, *fds})
+    listener, last_words = fds
+    os.dup2(last_words, 2)
+    kernel.close_all_fds({0, 1, 2, listener})
     fresh.enter_surroundings(order.image)
     if order.fresh_interpreter:
-        _exec("phalanx.worker.bootstrap", order, fds)
-    _host_store(order, fds[0])
+        _exec("phalanx.worker.bootstrap", order, [listener])
+    _host_store(order, listener)
 
 
 def _host_store(order: MakeStoreHost, listener_fd: int) -> NoReturn:
+    faulthandler.enable(2)
     from phalanx.worker.store_host import host_store  # noqa: PLC0415 - imports torch
 
     host_store(listener_fd, order.master_addr, order.master_port)
