@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from matrix.environments import DEFAULT_PAIRS, ROOT, Pair, PairError
 def main() -> int:
     """Test the pairs one after another; return 1 if one does not work."""
     options = _parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was made is deleted
     folder = options.folder or Path(tempfile.mkdtemp(prefix="phalanx-matrix-"))
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
