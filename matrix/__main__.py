@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,15 +18,15 @@ from matrix.environments import DEFAULT_PAIRS, ROOT, Pair, PairError
 def main() -> int:
     """Test the pairs one after another; return 1 if one does not work."""
     options = _parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was made is deleted
     folder = options.folder or Path(tempfile.mkdtemp(prefix="phalanx-matrix-"))
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    commit = _commit()
     good = True
     try:
         for pair in options.pairs or DEFAULT_PAIRS:
             print(f"{pair} …", flush=True)
-            result = _examine(pair, folder, commit, keep=options.keep)
+            result = _examine(pair, folder, keep=options.keep)
             _tell(pair, result)
             report.save({**report.load(), pair: result})  # each at once: the next may take long
             good = good and result.works
@@ -40,8 +41,9 @@ def main() -> int:
     return 0 if good else 1
 
 
-def _examine(pair: Pair, folder: Path, commit: str, *, keep: bool) -> report.Result:
+def _examine(pair: Pair, folder: Path, *, keep: bool) -> report.Result:
     date = time.strftime("%Y-%m-%d", time.gmtime())
+    commit = _commit()
     python_version, torch_version = pair.python, pair.torch
     try:
         with environments.environment(pair, folder, keep=keep) as python:

@@ -37,10 +37,8 @@ AREAS: dict[str, tuple[str, ...]] = {
     ),
     "sync": (
         "tests/ranks/test_synchronize.py::test_it_trains_as_ddp_does",
-        "tests/ranks/test_synchronize.py::test_dtypes",
         "tests/ranks/test_synchronize.py::test_accumulation_and_clipping_before_the_call",
         "tests/ranks/test_synchronize.py::test_a_step_with_a_gradient_that_nobody_averaged_raises",
-        "tests/ranks/test_synchronize.py::test_different_parameters_are_named",
     ),
     "shm": (
         "tests/ranks/test_shm_group.py::test_reductions",
@@ -58,7 +56,7 @@ AREAS: dict[str, tuple[str, ...]] = {
             "tests/process/test_run_command.py::"
             "test_a_script_has_the_context_and_torchruns_environment"
         ),
-        "tests/process/test_run_command.py::test_exit_codes_are_those_of_python",
+        "tests/process/test_run_command.py::test_the_root_cause_gives_the_exit_code",
         "tests/process/test_run_command.py::test_a_script_is_started_again",
         "tests/process/test_run_command.py::test_redirects_tee_and_filters_by_rank_and_stream",
         "tests/process/test_run_command.py::test_what_stands_before_lines_can_be_chosen",

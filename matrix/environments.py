@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -159,10 +160,12 @@ def run_tests(python: Path, folder: Path) -> dict[str, Tally]:
             stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         try:
-            process.wait(_TEST_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_TEST_S)
+        finally:  # also when this tool is interrupted
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
     return read_report(report)
 
 

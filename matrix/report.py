@@ -25,9 +25,12 @@ the `shm` backend, `phalanx run` and `phalanx.elastic`. A cell says how many tes
 
 """
 _NOTES = """
-On torch 2.6 the group's store is served without libuv, which can't take over a socket there;
-nothing else differs. Other pairs may well work: `make matrix PAIRS="3.12:2.10.0"` tells. It
-installs 1–7 GB for each pair and deletes them again.
+Torch 2.6 differs: the group's store is served without libuv, which can't take over a socket there;
+torch's sockets ask the name server about each address that they connect to, so a slow one makes
+starts slow; and there is no FSDP2 on the CPU.
+
+Other pairs may well work: `make matrix PAIRS="3.12:2.10.0"` tells. It installs 1–7 GB for each pair
+and deletes them again.
 """
 
 

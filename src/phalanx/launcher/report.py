@@ -20,7 +20,7 @@ _log = logging.getLogger("phalanx")
 _TAIL_LINES = 20
 _SHOWN_EFFECTS = 16
 _OWN_FRAME = re.compile(
-    r'  File "(.*/phalanx/(worker/(bootstrap|script)|forkserver/__main__)\.py|<string>)", line .*'
+    r'  File "(.*/phalanx/worker/(bootstrap|script|forkserver/__main__)\.py|<string>)", line .*'
 )
 """Frames below the user's in a native stack: they tell nobody anything."""
 
