@@ -10,6 +10,7 @@ import contextlib
 import os
 import queue
 import secrets
+import signal
 import socket
 import tempfile
 import threading
@@ -102,6 +103,15 @@ class AgentLink:
         with contextlib.suppress(OSError):
             self._channel.sock.shutdown(socket.SHUT_RDWR)
         self._receiver.join(_GOODBYE_S)
+        if self._receiver.is_alive():
+            self.kill_agent()
+
+    def kill_agent(self) -> None:
+        """End an agent that does not answer (it is stopped): the fork servers end the rest."""
+        if self.usable:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.agent_pid, signal.SIGKILL)  # our own child: who reaps it, marks it
+            self._receiver.join(_GOODBYE_S)
 
     # ── threads ──────────────────────────────────────────────────────────────────────────
 
