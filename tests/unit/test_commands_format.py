@@ -28,7 +28,6 @@ EVENTS = (
     ev.GroupFell(generation=0, failure=FAILURE, restarting=True),
     ev.GenerationClosed(generation=0),
     ev.StoreContacted(),
-    ev.HelperExited(failure=Failure(rank=-1, cause="helper", message="the store ended")),
     ev.WorkerStarted(rank=1, pid=77),
     ev.WorkerEntered(rank=1),
     ev.WorkerReturned(rank=1),
@@ -42,6 +41,7 @@ EVENTS = (
     ev.StopRequested(grace_s=30, reason="SIGTERM"),
     ev.KillRequested(reason="phalanx kill"),
     ev.RestartRequested(grace_s=2.5),
+    ev.HelperExited(failure=Failure(rank=-1, cause="helper", message="the store ended")),
 )
 
 

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import msgspec
 
 from phalanx.agent.connection import Connection
+from phalanx.agent.records import record_of_helper
 from phalanx.agent.spawn import spawn_fork_server
 from phalanx.system import kernel
-from phalanx.values.failures import Exit, Signaled
+from phalanx.system.whereabouts import STOPPED
+from phalanx.values.failures import Exit, Failure, Signaled
 from phalanx.wire.messages import (
     ChildExited,
     ChildFailed,
@@ -47,6 +49,9 @@ _BEREAVED_PATIENCE_S = 1.0
 _BEREAVED_POLL_S = 0.002
 _REAP_POLL_S = 0.05
 _GOODBYE_S = 3.0
+_ANSWER_POLL_S = 1.0
+_ANSWER_S = 10.0
+"""A fork server that owes an answer for so long is given up; one that is stopped, at once."""
 
 HEAVY_PRELOAD = ("torch._dynamo", "torch.optim")
 """What the first optimizer of a process imports (1 s): a successor gets it in the background."""
@@ -108,6 +113,8 @@ class ForkServer:
         self._processes: dict[int, _Process] = {}
         self._sweeps: dict[str, list[Callable[[], None]]] = {}
         self._when_ready: list[Callable[[], None]] = []
+        self._dependents: list[Callable[[Failure], None]] = []
+        self._how_it_ended = ""
 
     @property
     def idle(self) -> bool:
@@ -149,6 +156,7 @@ class ForkServer:
             return
         self._sweeps.setdefault(tag, []).append(then)
         self._connection.send(Sweep(tag=tag))
+        self.insist(lambda: tag in self._sweeps)
 
     def make_successor(self, preload: Sequence[str], sock: socket.socket) -> None:
         """Have it fork a server that imports more; `sock` is that one's end, owned from now."""
@@ -160,6 +168,33 @@ class ForkServer:
             then()
         else:
             self._when_ready.append(then)
+
+    def when_lost(self, then: Callable[[Failure], None]) -> None:
+        """Call back if it ends, nobody having asked it to, before its processes' ends are told."""
+        self._dependents.append(then)
+
+    def insist(self, owes: Callable[[], bool]) -> None:
+        """Give the server up if it does not answer: all that it has made ends with it.
+
+        Args:
+            owes: Whether there is still no answer.
+        """
+        self._loop.call_later(_ANSWER_POLL_S, self._ask_again, owes, self._loop.time() + _ANSWER_S)
+
+    def _ask_again(self, owes: Callable[[], bool], until_s: float) -> None:
+        if self.gone or not owes():
+            return
+        stopped = self.pid is not None and kernel.process_state(self.pid) == STOPPED
+        if stopped or self._loop.time() > until_s:
+            what = "was stopped (SIGSTOP)" if stopped else f"did not answer for {_ANSWER_S:g} s"
+            self._kill(f"{what}, so nothing was heard of the workers any more, and was killed")
+        else:
+            self._loop.call_later(_ANSWER_POLL_S, self._ask_again, owes, until_s)
+
+    def spare(self, then: Callable[[Failure], None]) -> None:
+        """Its end is of no interest to these any more."""
+        if then in self._dependents:
+            self._dependents.remove(then)
 
     def close(self) -> None:
         """Let it end: it does when its socket closes."""
@@ -199,6 +234,8 @@ class ForkServer:
         process = self._processes[report.ticket]
         if isinstance(report, ChildMade):
             process.pid = report.pid
+            if fds:
+                self._watch(report.ticket, os.dup(fds[0]))
             process.owner.on_made(report.pid, fds[0] if fds else None)
             return
         del self._processes[report.ticket]
@@ -206,6 +243,16 @@ class ForkServer:
             process.owner.on_not_made(NotMade(message=report.message))
         else:
             process.owner.on_exited(report.exit)
+
+    def _watch(self, ticket: int, pidfd: int) -> None:
+        """When a process ends, see that the server says so."""
+
+        def on_end() -> None:
+            self._loop.remove_reader(pidfd)
+            os.close(pidfd)
+            self.insist(lambda: ticket in self._processes)
+
+        self._loop.add_reader(pidfd, on_end)
 
     def _send_waiting(self) -> None:
         waiting, self._waiting = self._waiting, {}
@@ -230,13 +277,35 @@ class ForkServer:
 
     def _on_close(self, error: FrameError | None) -> None:
         self.gone = True
-        if self._failed is None:
-            reason = f": {error}" if error else ""
-            self._fail(NotMade(message=f"the fork server ended while it was needed{reason}"))
         self._on_gone(self)
-        if self.pid is not None and error is not None:
+        if error is not None:
+            self._kill(f"wrote what is no message ({error}) and was killed")
+        self._learn_end(self._loop.time() + _BEREAVED_PATIENCE_S)
+
+    def _kill(self, why: str) -> None:
+        self._how_it_ended = why
+        if self.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)  # our own child, not reaped yet
+
+    def _learn_end(self, until_s: float) -> None:
+        """Learn how it ended, a moment after its socket closed, and tell who depends on it."""
+        exit_: Exit | None = None
+        pid = self.pid
+        if pid is not None:
+            waits = self._loop.time() < until_s
+            try:
+                exit_ = kernel.peek_exit(pid)
+            except ChildProcessError:  # a successor, whose parent lives: only that one is told
+                waits = waits and kernel.process_state(pid) not in ("", "Z")
+            if exit_ is None and waits:
+                self._loop.call_later(_BEREAVED_POLL_S, self._learn_end, until_s)
+                return
+        if self._failed is None:
+            record = record_of_helper("The fork server", pid, exit_, how=self._how_it_ended)
+            for then in tuple(self._dependents):
+                then(record)
+            self._fail(NotMade(message=record.message))
         self._bury(self._loop.time() + _BEREAVED_PATIENCE_S)
 
     def _bury(self, until_s: float) -> None:

@@ -58,6 +58,7 @@ class StoreHost:
             then()
             return
         self._on_gone = then
+        self._server.insist(lambda: not self._ended)
         self.kill()
 
     def kill(self) -> None:
@@ -223,6 +224,7 @@ class Generation:
         server = self._run.servers.get(self._run.launch.key, self._run.launch.image)
         if server not in self._servers:
             self._servers.append(server)
+            server.when_lost(self._on_helper_lost)
             if self.number == 0:
                 server.when_ready(lambda: self._warn_if_unfit(server))
         return server
@@ -266,6 +268,8 @@ class Generation:
     def _close_ears(self) -> None:
         """What ends from now on is ended on purpose."""
         self._is_closing = True
+        for server in self._servers:
+            server.spare(self._on_helper_lost)
         self._stop_listening()
 
     def _stop_listening(self) -> None:

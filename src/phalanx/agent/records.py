@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from phalanx.values.failures import Exited, Failure, kind_of
+from phalanx.values.failures import Failure, Signaled, kind_of
 from phalanx.values.spec import error_file
 
 if TYPE_CHECKING:
@@ -45,19 +45,18 @@ def record_of_helper(
         how: The same in words, where there is more to say.
         last_words: What it wrote to its standard error.
     """
-    if exit_ is None:
-        how = how or "ended unexpectedly"
-    elif isinstance(exit_, Exited):
-        how = how or f"left with {exit_}"
-    else:
-        how = how or f"was ended by {exit_}"
+    if not how and isinstance(exit_, Signaled):
+        how = f"was ended by {exit_}"
         if exit_.name == "SIGKILL":
             how += " (if nobody sent that: `dmesg` says whether memory ran out)"
+    elif not how:
+        how = "ended unexpectedly" if exit_ is None else f"left with {exit_}"
+    process = "" if pid is None else f" (process {pid})"
     return Failure(
         rank=-1,
         pid=pid,
         cause="helper",
-        message=f"{what} (process {pid}) {how}",
+        message=f"{what}{process} {how}",
         exit=exit_,
         log_tail=last_words,
         at=time.time(),

@@ -173,9 +173,17 @@ class LauncherContext(SubprocessContext[R]):
             try:
                 self._wait_until_ended(time.monotonic() + grace_s + _KILL_MARGIN_S)
             except TimeoutError:
-                self.request_kill("shutdown took too long")
-                self._wait_until_ended(None)
+                self._kill("shutdown took too long")
         stop_signals.restore_if_idle()
+
+    def _kill(self, reason: str) -> None:
+        """End it now, and wait; an agent that does not even do that is stopped."""
+        self.request_kill(reason)
+        try:
+            self._wait_until_ended(time.monotonic() + _KILL_MARGIN_S)
+        except TimeoutError:
+            self._link.kill_agent()
+            self._wait_until_ended(None)
 
     def restart(self, grace: Duration | None = None) -> None:
         """Replace the workers by a new generation."""
@@ -363,8 +371,9 @@ class LauncherContext(SubprocessContext[R]):
         finished = self._finished
         if finished is None:
             raise AgentLostError(
-                f"the agent of run {self.run_id} ended unexpectedly, and the workers with it; "
-                f"what happened until then is in {self.spec.run_dir}/events.jsonl"
+                f"the agent of run {self.run_id} (process {self._link.agent_pid}) "
+                f"{self._link.how_agent_ended}, and the workers with it; what "
+                f"happened until then is in {self.spec.run_dir}/events.jsonl"
             )
         if finished.state == "failed":
             raise failure_of(self.spec, finished)

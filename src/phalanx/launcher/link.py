@@ -10,26 +10,31 @@ import contextlib
 import os
 import queue
 import secrets
+import signal
 import socket
 import tempfile
 import threading
+import time
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from phalanx.system import interpreter, kernel
 from phalanx.values.errors import FrameError
+from phalanx.values.failures import Exited
 from phalanx.wire.frames import Channel
 from phalanx.wire.messages import AgentMessage, Hello
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from phalanx.values.failures import Exit
     from phalanx.values.spec import ProcessImage
     from phalanx.wire.messages import ForkServerKey, Message
 
 _BACKLOG = 16
 _GOODBYE_S = 5.0
+_LAST_BREATH_S = 0.5
 
 
 class Mailbox(Protocol):
@@ -51,6 +56,7 @@ class AgentLink:
         self._mailboxes: dict[str, Mailbox] = {}
         self._lock = threading.Lock()
         self._lost = False
+        self.how_agent_ended = "ended unexpectedly"
         self._outbox: queue.SimpleQueue[tuple[Message, list[int]] | None] = queue.SimpleQueue()
         kernel.fill_standard_fds()  # the agent gets its own 0 to 2, and the listener by number
         with _listen() as listener:
@@ -102,6 +108,14 @@ class AgentLink:
         with contextlib.suppress(OSError):
             self._channel.sock.shutdown(socket.SHUT_RDWR)
         self._receiver.join(_GOODBYE_S)
+        self.kill_agent()
+
+    def kill_agent(self) -> None:
+        """End an agent that does not answer (it is stopped): its fork servers end the rest."""
+        if os.getpid() == self._owner_pid and self._receiver.is_alive():  # which reaps it
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.agent_pid, signal.SIGKILL)
+            self._receiver.join(_GOODBYE_S)
 
     # ── threads ──────────────────────────────────────────────────────────────────────────
 
@@ -122,10 +136,25 @@ class AgentLink:
             self._lost = True
             mailboxes = list(self._mailboxes.values())
         self._outbox.put(None)
+        if mailboxes:
+            self._learn_end()
         for mailbox in mailboxes:
             mailbox.on_agent_lost()
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.agent_pid, 0)  # it ends with the conversation
+
+    def _learn_end(self) -> None:
+        """It ends a moment after the conversation: learn how, and leave it to be reaped."""
+        until_s = time.monotonic() + _LAST_BREATH_S
+        exit_: Exit | None = None
+        with contextlib.suppress(ChildProcessError):  # somebody in this process reaps all children
+            while (exit_ := kernel.peek_exit(self.agent_pid)) is None:
+                if time.monotonic() > until_s:
+                    return
+                time.sleep(0.002)
+        if exit_ is not None:
+            verb = "left with" if isinstance(exit_, Exited) else "was ended by"
+            self.how_agent_ended = f"{verb} {exit_}"
 
     def _deliver(self, message: AgentMessage, fds: list[int]) -> None:
         """Hand a message over; a thread that waits for the next one must not keep its mailbox."""

@@ -14,7 +14,7 @@ from phalanx.lifecycle.state import UNKILLABLE_S, GroupState, WorkerPhase, Worke
 from phalanx.values import commands as do
 from phalanx.values import events as ev
 from phalanx.values.errors import IllegalTransitionError
-from phalanx.values.failures import Exited, Failure
+from phalanx.values.failures import Exited, Failure, Signaled
 
 
 def describe(event: ev.Event) -> str:
@@ -198,13 +198,16 @@ def exited_while_stopping(state: GroupState, event: ev.WorkerExited, now: float)
         gone = replace(gone, phase="succeeded")
     elif worker.phase in ("starting", "running"):
         gone = replace(gone, phase="stopped")
+        with_server = not worker.killed and event.exit == Signaled(9, "SIGKILL")
+        bereaved = with_server and any(f.cause == "helper" for f in state.failures)
+        who = "ended with its fork server" if bereaved else "stopped by Phalanx"
         record = Failure(
             rank=worker.rank,
             pid=worker.pid,
             generation=state.generation,
             cause="signal",
             kind="stopped",
-            message=f"stopped by Phalanx ({event.exit})",
+            message=f"{who} ({event.exit})",
             exit=event.exit,
             log_tail=event.log_tail,
             at=event.at,
