@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -12,15 +13,24 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import pytest
 
-import phalanx
+from tests.deadlines import (  # noqa: F401 - pytest finds its hooks here
+    PATIENCE_S,
+    SOURCE,
+    Pipe,
+    gather,
+    living,
+    pytest_sessionstart,
+    pytest_timeout_cancel_timer,
+    pytest_timeout_set_timer,
+    pytest_unconfigure,
+)
 
 HERE = Path(__file__).parent
-SOURCE = str(Path(phalanx.__file__).parents[1])
-"""What every Python program of a test finds Phalanx by: the code that is being tested."""
 _CHECKED = ("dropin", "process", "ranks")
 _OURS = ("phalanx.agent", "phalanx.worker.forkserver")
 
@@ -130,29 +140,47 @@ class Script:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PHALANX"))}
         env["PYTHONPATH"] = SOURCE
         env |= options.pop("env", {})
-        self.process = subprocess.Popen(
-            argv,
-            cwd=cwd,
-            env=env,
-            start_new_session=True,
-            **{"text": True, "stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE,
-               "stderr": subprocess.PIPE, **options},
-        )  # fmt: skip
+        options = {"text": True, "stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE,
+                   "stderr": subprocess.PIPE, **options}  # fmt: skip
+        self.process = subprocess.Popen(argv, cwd=cwd, env=env, start_new_session=True, **options)
         self.pid = self.process.pid
+        streams = (self.process.stdout, self.process.stderr)
+        pipes = [None if one is None else Pipe(one, text=options["text"]) for one in streams]
+        self.out, self.err = pipes
+        living.add(self)
 
     def finish(self, timeout: float = 60, stdin: str | None = None) -> subprocess.CompletedProcess:
+        """Wait for its end; return what it has said since the last line that was read."""
+        if stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.write(stdin)
+                self.process.stdin.close()
+        until = time.monotonic() + timeout
+        pipes = [pipe for pipe in (self.out, self.err) if pipe is not None]
+        while left := [pipe for pipe in pipes if not pipe.ended]:
+            if not gather(left, until):
+                self._fail(f"no end after {timeout} s")
         try:
-            out, err = self.process.communicate(stdin, timeout=timeout)
+            code = self.process.wait(max(0.1, until - time.monotonic()))
         except subprocess.TimeoutExpired:
-            self.kill_group()
-            out, err = self.process.communicate()
-            raise AssertionError(f"no end after {timeout} s:\n{out}\n{err}") from None
-        return subprocess.CompletedProcess(self.process.args, self.process.returncode, out, err)
+            self._fail(f"no end after {timeout} s")
+        out, err = (None if pipe is None else pipe.rest() for pipe in (self.out, self.err))
+        return subprocess.CompletedProcess(self.process.args, code, out, err)
 
-    def wait_for_line(self, text: str) -> str:
+    def _fail(self, why: str) -> NoReturn:
+        self.kill_group()
+        said = [pipe.said.decode(errors="replace") for pipe in (self.out, self.err) if pipe]
+        raise AssertionError("\n".join([f"{why}:", *said]))
+
+    def close_stdout(self) -> None:
+        """Read no more of what it says."""
+        self.process.stdout.close()
+        self.process.stdout = self.out = None
+
+    def wait_for_line(self, text: str, timeout: float = PATIENCE_S) -> str:
         """Read standard output up to a line that contains `text`; return that line."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+        until = time.monotonic() + timeout
+        while line := self.out.line(max(0.0, until - time.monotonic())):
             if text in line:
                 return line
         raise AssertionError(f"it ended without saying {text!r}: {self.finish()}")
@@ -204,7 +232,7 @@ def end_scripts(scripts: list[Script]) -> None:
     """End whatever they have started, and let go of them."""
     for one in scripts:
         one.kill_group()
-        one.process.wait()
+        one.process.wait(20)
         for stream in (one.process.stdout, one.process.stderr, one.process.stdin):
             if stream is not None:
                 stream.close()

@@ -19,6 +19,7 @@ from phalanx.wire.control import Answered, KillRank, Visit, read_control
 from phalanx.wire.frames import Channel, encode
 from phalanx.wire.messages import CloseStore, KillRun, StopRun
 from tests.conftest import SOURCE, Script, wait_until
+from tests.deadlines import Pipe
 
 NAP = """
 import os, sys, time
@@ -263,10 +264,10 @@ def test_who_stops_reading_gets_no_traceback(nap, start, command, runs):
     script = nap()
     follower = start("events", "-f")
     follower.wait_for_line("started")
-    follower.process.stdout.close()
+    follower.close_stdout()
     command("stop")
     assert follower.process.wait(20) == 0
-    assert follower.process.stderr.read() == ""
+    assert follower.err.rest() == ""
     assert script.finish().returncode == 143
 
 
@@ -278,7 +279,7 @@ def test_events_are_readable_and_can_be_followed(nap, start, command, runs):
     command("stop")
     assert follower.finish().stdout.splitlines()[-1].endswith("run stopped, 0 restarts")
     kept = (runs / script.run_id / "events.jsonl").read_text()
-    assert raw_lines + raw.process.stdout.read() == kept
+    assert raw_lines + raw.out.rest() == kept
     assert command("events", script.run_id).stdout.splitlines()[0].endswith("nap.py, 1 rank")
 
 
@@ -371,13 +372,14 @@ def test_somebody_else_at_a_stale_address_is_not_talked_to(visit, command, runs)
     with subprocess.Popen(
         [sys.executable, "-c", taken], stdout=subprocess.PIPE, text=True
     ) as other:
-        assert other.stdout.readline() == "up\n"
+        heard = Pipe(other.stdout, text=True)
+        assert heard.line() == "up\n"
         path = runs / script.run_id / "control.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"address": name}))
         refused = command("stop")
         assert refused.returncode == 1
         assert "another user listens there" in refused.stderr
-        assert other.stdout.readline() == "0\n"
+        assert heard.line() == "0\n"
     assert living() == [script.run_id]
 
 

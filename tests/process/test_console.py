@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from tests.conftest import SOURCE, Script, tagged_processes, wait_until
+from tests.deadlines import read_until_closed
 
 SAYS = """
 import os, sys, time
@@ -46,14 +47,7 @@ class Terminal:
         if self.child >= 0:
             os.close(self.child)
             self.child = -1
-        while until is None or until not in self.raw:
-            try:
-                data = os.read(self.parent, 65536)
-            except OSError:
-                break
-            if not data:
-                break
-            self.raw += data
+        self.raw = read_until_closed(self.parent, until=until, data=self.raw)
         return self.raw
 
     def lines(self) -> list[str]:
@@ -103,7 +97,7 @@ def on_terminal(tmp_path):
     for process, terminal in made:
         if process.poll() is None:
             process.kill()
-        process.wait()
+        process.wait(20)
         terminal.close()
 
 
@@ -180,9 +174,8 @@ while True:
 def test_a_run_goes_on_without_a_reader(start, tmp_path):
     started = start(TALKS, "--nproc-per-node=2")
     started.wait_for_line("line")
-    started.process.stdout.close()
-    started.process.stdout = None
-    assert "nobody reads it any more); the run goes on" in started.process.stderr.readline()
+    started.close_stdout()
+    assert "nobody reads it any more); the run goes on" in started.err.line()
     (tmp_path / "enough").touch()
     done = started.finish(30)
     assert (done.returncode, done.stderr) == (0, "")
@@ -191,8 +184,7 @@ def test_a_run_goes_on_without_a_reader(start, tmp_path):
 def test_a_run_stops_without_a_reader_if_wanted(start):
     started = start(TALKS, "--nproc-per-node=2", "--on-closed-output=stop", "--rdzv-id=unread")
     started.wait_for_line("line")
-    started.process.stdout.close()
-    started.process.stdout = None
+    started.close_stdout()
     done = started.finish(30)
     assert done.returncode == 128 + signal.SIGPIPE
     assert done.stderr.startswith("phalanx: SIGPIPE (nobody reads the output any more): stopping")

@@ -29,6 +29,7 @@ from phalanx.elastic import (
     SubprocessContext,
     start_processes,
 )
+from tests.deadlines import Pipe
 
 METHODS = pytest.mark.parametrize("start_method", ["spawn", "fork", "forkserver"])
 PAIR = {0: {}, 1: {}}
@@ -512,7 +513,7 @@ def test_processes_die_with_their_launcher(tmp_path):
         "c.wait()\n"
     )
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE) as launcher:
-        pids = json.loads(launcher.stdout.readline())
+        pids = json.loads(Pipe(launcher.stdout, text=True).line())
         assert not gone(pids)
         launcher.kill()
     until = time.monotonic() + 10

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from phalanx import WorkerFailedError, start_processes
+from tests.deadlines import read_until_closed
 
 FLOOD = """
 import sys
@@ -155,9 +156,8 @@ def test_a_reader_that_goes_away_does_not_end_the_run(script, tmp_path):
         "start_processes(f, 1, preload=())\n",
         text=False,
     )
-    started.process.stdout.readline()
-    started.process.stdout.close()
-    started.process.stdout = None
+    started.out.line()
+    started.close_stdout()
     _, err = started.process.communicate(timeout=30)
     assert started.process.returncode == 0
     assert marker.exists()
@@ -179,16 +179,8 @@ def test_a_terminal_gets_colours_and_a_pipe_does_not(tmp_path):
             env={**os.environ, "TERM": "xterm", **env},
         )  # fmt: skip
         os.close(child)
-        out = b""
-        while True:
-            try:
-                data = os.read(parent, 4096)
-            except OSError:
-                break
-            if not data:
-                break
-            out += data
-        process.wait()
+        out = read_until_closed(parent)
+        process.wait(20)
         os.close(parent)
         return out
 

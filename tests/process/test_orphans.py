@@ -135,7 +135,7 @@ def test_kill_9_of_a_worker_takes_its_relatives_along_and_spares_all_others(fami
     assert all_gone(tag)
     assert bystander.poll() is None
     bystander.kill()
-    bystander.wait()
+    bystander.wait(20)
 
 
 def test_a_run_that_ends_well_leaves_nothing_either(run_script):

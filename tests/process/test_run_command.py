@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from phalanx.system import kernel
 from tests.conftest import SOURCE, tagged_processes, wait_until
 
 LIGHT = ("--preload", "")
@@ -541,6 +542,39 @@ def test_a_signal_that_workers_catch_ends_nothing(start, write, how):
     assert started.finish(20).returncode == 143
 
 
+LATE = """
+import os, signal, time
+from pathlib import Path
+Path("entered" + os.environ["RANK"]).touch()
+while not Path("go").exists(): time.sleep(0.01)
+def save(signum, frame):
+    os.write(1, b"saved by %s\\n" % os.environ["RANK"].encode())
+signal.signal(signal.SIGUSR1, save)
+while True: time.sleep(0.05)
+"""
+
+
+@METHODS
+@pytest.mark.parametrize("moment", ["before_workers", "before_handlers"])
+def test_a_signal_that_comes_before_the_handlers_is_kept(start, write, tmp_path, how, moment):
+    started = start(
+        *how, "--signals-to-handle=SIGUSR1", "--nproc-per-node=2", "--max-restarts=0", write(LATE)
+    )
+    entered = [tmp_path / "entered0", tmp_path / "entered1"]
+    if moment == "before_workers":
+        wait_until(lambda: kernel.catches_signal(started.pid, signal.SIGUSR1), 30)
+        os.kill(started.pid, signal.SIGUSR1)
+    wait_until(lambda: all(path.exists() for path in entered), 60)
+    if moment == "before_handlers":
+        os.kill(started.pid, signal.SIGUSR1)
+    (tmp_path / "go").touch()
+    said = {started.wait_for_line("saved by") for _ in range(2)}
+    assert said == {"saved by 0\n", "saved by 1\n"}
+    os.kill(started.pid, signal.SIGTERM)
+    done = started.finish(20)
+    assert (done.returncode, "saved by" in done.stdout) == (143, False), "each had it once"
+
+
 def test_a_signal_that_is_named_and_that_nobody_catches_is_a_stop(start, write):
     started = start(*LIGHT, "--signals_to_handle=SIGUSR2", write(SLEEPY))
     started.wait_for_line("WORKING")
@@ -651,9 +685,8 @@ def test_record_of_torchelastic_names_the_rank_that_began_it(run, write, how):
 def test_a_reader_that_goes_away(start, write, tmp_path, how, lines):
     name = write(f"for n in range({lines}): print('line', n)\n")
     started = start(*how, name)
-    assert started.process.stdout.readline() == "line 0\n"
-    started.process.stdout.close()
-    started.process.stdout = None
+    assert started.out.line() == "line 0\n"
+    started.close_stdout()
     done = started.finish(30)
     assert done.returncode == 0
     assert "Traceback" not in done.stderr

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from tests.conftest import tagged_processes, wait_until
+from tests.deadlines import Pipe
 
 SLEEPY = """
 import sys, time
@@ -162,13 +163,14 @@ def test_nohup_stays_nohup(script, tmp_path):
         ["nohup", sys.executable, str(path)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         stdin=subprocess.DEVNULL, text=True, cwd=tmp_path,
     )  # fmt: skip
-    for line in process.stdout:
-        if "WORKING" in line:
-            break
+    said = Pipe(process.stdout, text=True)
+    while "WORKING" not in said.line():
+        assert not said.ended
     os.kill(process.pid, signal.SIGHUP)
-    out, _ = process.communicate(timeout=20)
+    out = said.rest()
+    assert process.wait(20) == 0
+    process.stdout.close()
     assert "(0, 1)" in out
-    assert process.returncode == 0
 
 
 def test_handlers_are_given_back_when_the_run_ends(run_script):

@@ -22,6 +22,7 @@ from phalanx.agent.generation import Generation, RunResources
 from phalanx.agent.hangs import HangWatch
 from phalanx.agent.news import WorkerNews
 from phalanx.agent.output import RunOutput
+from phalanx.agent.passing import PassedSignals
 from phalanx.agent.recorder import Recorder
 from phalanx.agent.stacks import Roundup
 from phalanx.agent.tensors import RunTensors
@@ -95,6 +96,7 @@ class Run:
             lambda: self._workers,
             self.feed,
         )
+        self._passed = PassedSignals(loop, lambda: self._workers, self._all_run, self.stop)
         self._news = WorkerNews(
             self.spec, launcher, servers, self.output, self.tensors, self._hang_watch,
             self.feed, self._announce,
@@ -138,6 +140,8 @@ class Run:
         self._publish(event)
         if self._state.ended:
             return
+        if isinstance(event, ev.WorkerEntered):
+            self._passed.worker_entered()
         self._state, orders = lifecycle.step(self._state, event, self._loop.time())
         self._carry_out(orders)
 
@@ -195,6 +199,7 @@ class Run:
             case do.OpenGeneration(generation=number):
                 self._open_generation(number)
             case do.AnnounceStop():
+                self._passed.close()
                 self._page.ask_to_stop()
             case do.AnnounceAbort(rank=rank):
                 self._page.abort(rank)
@@ -203,6 +208,7 @@ class Run:
             case do.StartWorker(rank=rank):
                 assert self._state is not None  # noqa: S101 - orders come from it
                 self._page.clear_line(rank)
+                self._passed.worker_starts(rank)
                 self._group.start_worker(rank, self._state.restart_count)
             case do.CancelStart(rank=rank):
                 if self._group.workers[rank].cancel():
@@ -214,6 +220,14 @@ class Run:
             case do.AbandonWorker(rank=rank):
                 self._group.workers[rank].abandon()
                 self.output.end(rank)
+
+    def _all_run(self) -> bool:
+        state = self._state
+        return (
+            state is not None
+            and state.phase == "running"
+            and not any(worker.phase in ("pending", "starting") for worker in state.workers)
+        )
 
     @property
     def _may_start_again(self) -> bool:
@@ -274,15 +288,8 @@ class Run:
         return self._launcher is launcher
 
     def pass_signal(self, signum: int) -> None:
-        """Give a signal to the workers whose code catches it; if none does, it is a stop.
-
-        To any other worker it would be the end.
-        """
-        takers = [worker for worker in self._workers.values() if worker.catches(signum)]
-        for worker in takers:
-            worker.signal(signum)
-        if not takers:
-            self.stop(kernel.signal_name(signum))
+        """Give a signal to the workers whose code catches it; if none does, it is a stop."""
+        self._passed.pass_on(signum)
 
     def stop(
         self, reason: str, grace_s: float | None = None, signum: int = signal.SIGTERM.value
@@ -368,6 +375,7 @@ class Run:
             self._timer.cancel()
             self._timer = None
         self._hang_watch.stop()
+        self._passed.close()
         if self._generation is not None:
             self._generation.release()
         self._recorder.close()

@@ -50,8 +50,10 @@ class _Signals:
     do anything.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, passed: tuple[int, ...]) -> None:
         self.noted: int | None = None
+        self.kept: list[int] = []
+        self._passed = passed
 
     def take(self, named: tuple[int, ...]) -> None:
         """Take the usual stops and the signals that were named; what is ignored stays so."""
@@ -66,9 +68,11 @@ class _Signals:
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         del frame
-        if not stop_signals.idle:  # once too often: something must be stuck
+        if signum in self._passed:  # for workers, as soon as there are any
+            self.kept.append(signum)
+        elif not stop_signals.idle:  # once too often: something must be stuck
             raise _Interrupted(signum)
-        if self.noted is None:
+        elif self.noted is None:
             self.noted = signum
 
 
@@ -76,13 +80,12 @@ def run(options: Options) -> int:
     """Run to the end; return the exit code. Blocks."""
     kernel.fill_standard_fds()
     log = _log_to_stderr()
-    signals = _Signals()
     named = options.values.signals_to_handle
-    signals.take(named)
     usual = {*STOPS, signal.SIGQUIT}
-    stop_signals.also_handle(
-        stops={signal.SIGQUIT} & set(named), passed=[n for n in named if n not in usual]
-    )
+    passed = tuple(signum for signum in named if signum not in usual)
+    signals = _Signals(passed)
+    signals.take(named)
+    stop_signals.also_handle(stops={signal.SIGQUIT} & set(named), passed=passed)
     context: LauncherContext[Any] | None = None
     error: PhalanxError | None = None
     try:
@@ -114,6 +117,8 @@ def _launch(
     context = launch(spec, image, nothing, on_event, port_option="--master-port")
     if signals.noted is not None:
         context.request_stop(kernel.signal_name(signals.noted))
+    for signum in dict.fromkeys(signals.kept):
+        context.pass_signal(signum)
     return context
 
 

@@ -16,7 +16,7 @@ from phalanx.launcher import exit as launcher_exit
 from phalanx.launcher.outcome import failure_of, load_return
 from phalanx.launcher.progress import Progress
 from phalanx.launcher.report import log_event
-from phalanx.launcher.signals import stop_signals
+from phalanx.launcher.signals import NAP_S, stop_signals
 from phalanx.launcher.stacks import StackQuestions
 from phalanx.launcher.tensors import StoreAccess
 from phalanx.system.kernel import visible_gpus
@@ -200,7 +200,7 @@ class LauncherContext(SubprocessContext[R]):
         while True:
             with self._changed:
                 while position >= len(self._events) and not self.ended:
-                    self._changed.wait()
+                    self._changed.wait(NAP_S)
                 fresh = self._events[position:]
             position += len(fresh)
             yield from fresh
@@ -352,7 +352,7 @@ class LauncherContext(SubprocessContext[R]):
                     left_s = None if deadline is None else deadline - time.monotonic()
                     if left_s is not None and left_s <= 0:
                         raise TimeoutError(self._still_running())
-                    self._changed.wait(left_s)
+                    self._changed.wait(NAP_S if left_s is None else min(NAP_S, left_s))
                 if self.ended:
                     return
                 question = self._questions.pop(0)

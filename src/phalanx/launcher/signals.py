@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What is a stop, whatever else is."""
+NAP_S = 0.2
+"""How long the main thread may wait at once while runs live.
+
+A signal that comes just before a wait begins, or to another thread, does not end the wait, and
+Python's handlers run between two waits only.
+"""
 _LAST_RESORT = 3
 """With this many SIGINTs the old handler gets one at once: something must be stuck."""
 
