@@ -8,10 +8,10 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format type bench docs check
+.PHONY: help setup demo test lint format type bench docs docs-serve package check
 
 help: ## Show this list
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
 setup: $(STAMP) ## Make .venv with everything that is needed
 
@@ -42,7 +42,16 @@ type: $(STAMP) ## Check the types
 bench: $(STAMP) ## Measure, with the peers beside (minutes)
 	$(BIN)/python -m benchmarks
 
-docs: $(STAMP) ## Check that the documentation tells the truth about the code
+docs: $(STAMP) ## Build the site (dead links fail), and check that it tells the truth about the code
+	$(BIN)/mkdocs build --strict --quiet
 	$(BIN)/python -m pytest tests/unit/test_docs.py
 
-check: lint type test demo ## What CI runs
+docs-serve: $(STAMP) ## Show the site, and follow what is edited
+	$(BIN)/mkdocs serve
+
+package: $(STAMP) ## Build wheel and sdist, and try the wheel in an environment of its own
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python tests/try_package.py
+
+check: lint type test docs demo ## What CI runs
