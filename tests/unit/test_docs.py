@@ -53,6 +53,11 @@ def test_every_public_name_is_documented():
         assert inspect.getdoc(getattr(phalanx, name)), name
 
 
+def test_the_reference_has_every_public_name():
+    words = set(re.findall(r"\w+", (ROOT / "docs" / "api.md").read_text()))
+    assert set(phalanx.__all__) - words == set()
+
+
 def test_both_sides_fill_in_the_surface():
     """Whatever the surface leaves open, one side or the other implements."""
     surface = vars(SharedTensors) | vars(phalanx.SubprocessContext)
