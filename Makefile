@@ -8,10 +8,10 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format type bench matrix docs check
+.PHONY: help setup demo test lint format type bench matrix docs docs-serve package check
 
 help: ## Show this list
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
 setup: $(STAMP) ## Make .venv with everything that is needed
 
@@ -45,7 +45,16 @@ bench: $(STAMP) ## Measure, with the peers beside (minutes)
 matrix: $(STAMP) ## Test all promised versions, each in an environment of its own (an hour, 7 GB)
 	$(BIN)/python -m matrix $(PAIRS)
 
-docs: $(STAMP) ## Check that the documentation tells the truth about the code
+docs: $(STAMP) ## Build the site (dead links fail), and check that it tells the truth about the code
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/python -m pytest tests/unit/test_docs.py
 
-check: lint type test demo ## What CI runs
+docs-serve: $(STAMP) ## Show the site, and follow what is edited
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+package: $(STAMP) ## Build wheel and sdist, and try the wheel in an environment of its own
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python tests/try_package.py
+
+check: lint type test docs demo ## What CI runs

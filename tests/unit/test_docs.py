@@ -15,6 +15,10 @@ from phalanx.worker.context import WorkerContext
 ROOT = Path(__file__).parents[2]
 BEGIN = "<!-- lifecycle table: checked against the code by tests/unit/test_docs.py -->\n"
 END = "<!-- end of lifecycle table -->"
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 
 def test_the_lifecycles_table_is_the_codes():
@@ -24,7 +28,7 @@ def test_the_lifecycles_table_is_the_codes():
 
 
 def test_links_and_files_that_are_named_exist():
-    for page in (ROOT / "README.md", ROOT / "docs" / "architecture.md", ROOT / "CHANGELOG.md"):
+    for page in PAGES:
         text = page.read_text()
         for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", text):
             if "://" not in target:
@@ -35,14 +39,23 @@ def test_links_and_files_that_are_named_exist():
 
 def test_make_targets_that_are_named_exist():
     makefile = (ROOT / "Makefile").read_text()
-    for page in ("README.md", "docs/architecture.md"):
-        for target in re.findall(r"`?make (\w+)`?", (ROOT / page).read_text()):
-            assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+    for page in PAGES:
+        for target in re.findall(r"(?:^|`)make ([\w-]+)", page.read_text(), re.MULTILINE):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.name}: {target}"
+
+
+def test_a_newcomer_reads_the_readme_in_three_minutes():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
 
 
 def test_every_public_name_is_documented():
     for name in phalanx.__all__:
         assert inspect.getdoc(getattr(phalanx, name)), name
+
+
+def test_the_reference_has_every_public_name():
+    words = set(re.findall(r"\w+", (ROOT / "docs" / "api.md").read_text()))
+    assert set(phalanx.__all__) - words == set()
 
 
 def test_both_sides_fill_in_the_surface():
