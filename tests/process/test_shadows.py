@@ -14,14 +14,18 @@ import {name} as module
 """
 FOR_RUN = "print('took', module.Z, __name__)"
 FOR_FUNCTION = """
+import sys
 from phalanx import start_processes
 
 def work(rank, world_size):
-    import {name} as own
-    return own.Z
+    import colorsys, uuid
+    return getattr(colorsys, "Z", "theirs"), getattr(uuid, "Z", "theirs")
 
-if __name__ == "__main__":
-    print(start_processes(work, 2, preload=("filelock",)).wait(60).returns)
+for start_method in ("forkserver", "forkserver", "spawn"):
+    context = start_processes(work, 2, preload=("colorsys",), start_method=start_method)
+    print(context.wait(60).returns)
+    if "elsewhere" not in sys.path[0]:
+        sys.path.insert(0, "elsewhere")  # what workers are forked from has imported the others
 """
 
 
@@ -50,14 +54,31 @@ def test_the_command_starts_a_real_python(start_phalanx, place, tmp_path, name):
     assert "--start-method spawn" in lines[0]
 
 
-def test_a_folder_of_pythonpath_shadows_for_functions(script, place, tmp_path):
-    path = place("filelock.py", "elsewhere")
-    place("queue.py", "elsewhere")  # the agent and its fork server must live with it
-    environ = {"PYTHONPATH": os.pathsep.join([SOURCE, str(tmp_path / "elsewhere")])}
-    done = script(FOR_FUNCTION.format(name="queue"), env=environ).finish()
+def test_a_function_gets_them_too(script, place):
+    path = place("colorsys.py", "elsewhere")
+    place("uuid.py", "elsewhere")  # Phalanx imports it in each worker
+    done = script(FOR_FUNCTION).finish()
     assert done.returncode == 0, done.stderr
-    assert "('mine', 'mine')" in done.stdout
-    assert done.stderr.count("stands before") == 1, (path, done.stderr)
+    theirs, mine = ("theirs", "theirs"), ("mine", "mine")
+    assert done.stdout.splitlines() == [str((what, what)) for what in (theirs, mine, mine)]
+    lines = [line for line in done.stderr.splitlines() if "stands before" in line]
+    assert len(lines) == 1, done.stderr
+    assert 'start_method="spawn"' in lines[0]
+    assert path.rpartition("/")[0] in lines[0]
+
+
+def test_phalanx_itself_does_not_take_a_module_on_pythonpath(script, place, tmp_path):
+    place("asyncio.py", "elsewhere")
+    path = os.pathsep.join([SOURCE, str(tmp_path / "elsewhere")])
+    source = """
+from phalanx import start_processes
+def work(rank, world_size):
+    import asyncio
+    return asyncio.Z
+print(start_processes(work, 1, preload=()).wait(60).returns)
+"""
+    done = script(source, env={"PYTHONPATH": path}).finish()
+    assert done.stdout == "('mine',)\n", done.stderr
 
 
 def test_a_folder_without_init_shadows_nothing(start_phalanx, tmp_path):

@@ -234,16 +234,9 @@ class MainPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has
     def reducer_override(self, obj: Any) -> Any:  # noqa: ANN401 - pickle's own signature
         """Say how an object is pickled, where that is not pickle's own way."""
         kind = type(obj)  # not isinstance: that asks the __class__ of proxies
-        if issubclass(kind, self._context_class):
-            if self._homeward:
-                raise pickle.PicklingError("a worker's context can't leave its worker")
-            return self._context.__reduce__()
-        if self._inheritance is None:
-            sharing.refuse_homeward(kind)
-        else:
-            shared = self._inheritance.reduce(obj, kind)
-            if shared is not None:
-                return shared
+        passed = self._passed_on(obj, kind)
+        if passed is not None:
+            return passed
         if kind is types.CodeType:
             args = cloudpickle.Pickler.dispatch_table[kind](obj)[1]
             return _make_code, (args, obj.co_filename, self._lines(obj.co_filename))
@@ -256,6 +249,17 @@ class MainPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has
         if isinstance(reduced, tuple) and len(reduced) == 6:
             return self._by_value(obj, reduced)
         return reduced
+
+    def _passed_on(self, obj: Any, kind: type) -> Any:  # noqa: ANN401 - pickle's own
+        """Reduce what is the worker's own there, or shared with it."""
+        if issubclass(kind, self._context_class):
+            if self._homeward:
+                raise pickle.PicklingError("a worker's context can't leave its worker")
+            return self._context.__reduce__()
+        if self._inheritance is not None:
+            return self._inheritance.reduce(obj, kind)
+        sharing.refuse_homeward(kind)
+        return None
 
     def _by_value(self, obj: Any, reduced: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: ANN401
         """Make cloudpickle's reduction of a function or class go through `_arrive`, `_settle`."""

@@ -59,9 +59,10 @@ def _is_module(folder: str, entry: str) -> bool:
 def _home(name: str) -> str | None:
     """Return the folder in which an imported module was found; None: it comes from none."""
     spec = getattr(sys.modules[name], "__spec__", None)
-    if spec is None or spec.origin is None or spec.origin in _NOT_FROM_FILES:
+    origin: str | None = getattr(spec, "origin", None)
+    if spec is None or origin is None or origin in _NOT_FROM_FILES:
         return None
-    folder = os.path.dirname(spec.origin)  # noqa: PTH120
+    folder = os.path.dirname(origin)  # noqa: PTH120
     return os.path.dirname(folder) if spec.submodule_search_locations else folder  # noqa: PTH120
 
 
