@@ -14,6 +14,7 @@ from phalanx.wire.messages import (
     Entered,
     InputWanted,
     Raised,
+    Remarked,
     Reported,
     Result,
     Returned,
@@ -106,6 +107,8 @@ class WorkerNews:
                 self._report(ev.WorkerReported(rank=rank, metrics=metrics))
             case StoreOpened(pid=pid):
                 self._tensors.connect(fds[0], f"rank {rank}", pid)
+            case Remarked(message=text):
+                self._announce(ev.Warned(message=text))
             case DebuggerText(text=text):
                 self._output.write_plain(text)
             case DebuggerInput(prompt=prompt):

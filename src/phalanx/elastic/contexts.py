@@ -204,8 +204,10 @@ class PContext:
         )
         spec.check_launch(launch_spec)
         api.refuse_in_child()
-        payload_fd = api.dump_payload(main_function, args, None)
-        return launch(launch_spec, process_image({}), payload_fd, takes_signals=False)
+        payload = api.dump_payload(main_function, args, None)
+        return launch(
+            launch_spec, process_image({}), payload.fd, takes_signals=False, keeps=payload.keeps
+        )
 
     def _calls(self, args: Args) -> Calls:
         return Calls(args=args, envs=self.envs, inherited=dict(os.environ))

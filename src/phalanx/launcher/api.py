@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from phalanx.launcher.image import fork_server_key, process_image
 from phalanx.launcher.launch import check_preload, launch
@@ -14,7 +14,8 @@ from phalanx.launcher.link import agent_link
 from phalanx.system import kernel, paths
 from phalanx.values import outputs, spec
 from phalanx.values.context import SubprocessContext, get_context
-from phalanx.values.errors import SpecError
+from phalanx.values.errors import PayloadError, SpecError
+from phalanx.wire import parcel
 from phalanx.wire.messages import Prewarm
 
 if TYPE_CHECKING:
@@ -135,7 +136,8 @@ def start_processes(
         master_port=main_process_port,
     )
     image = process_image(_check_environment(env))
-    return launch(launch_spec, image, dump_payload(main_function, args, kwargs), on_event)
+    payload = dump_payload(main_function, args, kwargs)
+    return launch(launch_spec, image, payload.fd, on_event, keeps=payload.keeps)
 
 
 def prewarm(preload: Sequence[str] = ("torch",)) -> None:
@@ -218,27 +220,47 @@ def _console_ranks(
     return tuple(console)
 
 
+class Payload(NamedTuple):
+    """A call on its way: a file or a parcel, and what must live until the run has ended."""
+
+    fd: int
+    keeps: list[object]
+
+
 def dump_payload(
     main_function: Callable[..., object],
     args: Sequence[object],
     kwargs: Mapping[str, object] | None,
-) -> int:
+) -> Payload:
     """Write function and arguments to a file without a name, once for all workers.
 
     Raises:
         PayloadError: Something in it can't travel.
     """
-    from phalanx.wire import payload  # noqa: PLC0415 - cloudpickle: only a launch needs it
+    from phalanx.wire import payload, sharing  # noqa: PLC0415 - cloudpickle: only a launch needs it
 
     call = payload.Call(function=main_function, args=tuple(args), kwargs=dict(kwargs or {}))
+    inheritance = sharing.Inheritance()
     fd = kernel.open_anonymous_file("phalanx-payload")
     try:
         with open(fd, "wb", closefd=False) as file:
-            payload.dump_call(call, file)
-    except BaseException:
+            payload.dump_call(call, file, inheritance=inheritance)
+        if not inheritance.fds:
+            return Payload(os.dup(fd), inheritance.keeps)
+        return Payload(_pack([fd, *inheritance.fds]), inheritance.keeps)
+    finally:
+        inheritance.close()
         os.close(fd)
-        raise
-    return fd
+
+
+def _pack(fds: list[int]) -> int:
+    try:
+        return parcel.pack(fds)
+    except OSError as error:
+        raise PayloadError(
+            f"{len(fds)} descriptors (queues, shared tensors, …) can't travel to the workers: "
+            f"{error.strerror}. Pass fewer, or raise the limit (`ulimit -n`)"
+        ) from error
 
 
 def refuse_in_child() -> None:

@@ -43,6 +43,7 @@ def launch(
     *,
     port_option: str = "main_process_port",
     takes_signals: bool = True,
+    keeps: Sequence[object] = (),
 ) -> LauncherContext[Any]:
     """Start a run, and return its context at once.
 
@@ -53,6 +54,7 @@ def launch(
         on_event: Called with each event.
         port_option: What the user calls the port, for the message that it is taken.
         takes_signals: Signals to this process stop the run.
+        keeps: What must live for as long as the run may start workers.
 
     Raises:
         PortInUseError: The port, or the address, can't be bound.
@@ -65,7 +67,7 @@ def launch(
         )
         launch_spec = _open_directories(launch_spec, listener.getsockname()[1])
         fds = [payload_fd, listener.fileno()]
-        context = _launch(launch_spec, image, on_event, fds, takes_signals=takes_signals)
+        context = _launch(launch_spec, image, on_event, fds, list(keeps), takes_signals)
         listener.detach()  # both descriptors are the link's from here on
         on_failure.pop_all()
     paths.prune_runs()
@@ -127,15 +129,20 @@ def _launch(
     image: ProcessImage,
     on_event: Callable[[Event], None] | None,
     fds: list[int],
-    *,
-    takes_signals: bool,
+    keeps: list[object],
+    takes_signals: bool,  # noqa: FBT001 - private
 ) -> LauncherContext[Any]:
     """Hand the run over to the agent. From here on it lives."""
     key = key_of_launch(launch_spec, image)
     link, _ = agent_link(key, image)
     console = Console(launch_spec.run_id, link.send)
+
+    def on_ended(context: LauncherContext[Any]) -> None:
+        keeps.clear()
+        _forget_when_fine(context)
+
     context: LauncherContext[Any] = LauncherContext(
-        launch_spec, link, console, on_event, on_ended=_forget_when_fine
+        launch_spec, link, console, on_event, on_ended=on_ended
     )
     console_spec, console_fds = console.describe()
     launch = Launch(spec=launch_spec, key=key, image=image, console=console_spec)

@@ -13,8 +13,9 @@ _PARENT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))  
 def command(executable: str, flags: tuple[str, ...], module: str, *arguments: str) -> list[str]:
     """Return the command line that runs one of our modules in a new interpreter.
 
-    ``-m`` would look in the working directory first, where a user's ``socket.py`` may lie;
-    and Phalanx itself may be importable here only by a path that this process added.
+    ``-m`` would look in the working directory first, where a user's ``socket.py`` may lie, and
+    so may one in a folder of PYTHONPATH: these come last. And Phalanx itself may be importable
+    here only by a path that this process added.
 
     Args:
         executable: The Python to run.
@@ -23,7 +24,10 @@ def command(executable: str, flags: tuple[str, ...], module: str, *arguments: st
         *arguments: What `main` gets.
     """
     code = (
-        "import sys; sys.path[:] = [p for p in sys.path if p]; "
+        "import os, sys; "
+        "own = os.environ.get('PYTHONPATH', '').split(os.pathsep); "
+        f"own = {{os.path.abspath(p) for p in own}} - {{{json.dumps(_PARENT)}}}; "
+        "sys.path[:] = sorted((p for p in sys.path if p), key=own.__contains__); "
         f"sys.path.append({json.dumps(_PARENT)}); "
         f"from {module} import main; main(sys.argv[1:])"
     )

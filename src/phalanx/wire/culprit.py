@@ -185,6 +185,8 @@ def _pieces_by_value(
 
 
 def _attributes(value: object) -> Iterator[tuple[str, object]]:
+    if type(value).__module__.startswith("multiprocessing."):
+        return  # why such an object can't travel says more than its parts do
     names = list(getattr(value, "__dict__", ()))
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())

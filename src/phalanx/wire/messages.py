@@ -78,7 +78,8 @@ class ConsoleSpec(msgspec.Struct, frozen=True, kw_only=True):
 class Launch(Message, frozen=True, kw_only=True):
     """Start a run.
 
-    fds: the payload (function and arguments), the bound and listening socket of the group's
+    fds: the payload (function and arguments: a file, or a `wire.parcel` of that file and of
+    the descriptors that belong to the arguments), the bound and listening socket of the group's
     store, then the console's descriptors (standard output, standard error) where
     `ConsoleSpec` says ``descriptor``.
     """
@@ -367,6 +368,12 @@ class StoreOpened(Message, frozen=True, kw_only=True):
     pid: int
 
 
+class Remarked(Message, frozen=True, kw_only=True):
+    """Something that a person should know about how the worker was started."""
+
+    message: str
+
+
 class DebuggerText(Message, frozen=True, kw_only=True):
     """Output of `context.breakpoint()`, for the console as it is."""
 
@@ -380,5 +387,5 @@ class DebuggerInput(Message, frozen=True, kw_only=True):
 
 
 WorkerMessage: TypeAlias = (
-    Entered | Returned | Raised | Reported | StoreOpened | DebuggerText | DebuggerInput
+    Entered | Returned | Raised | Reported | StoreOpened | Remarked | DebuggerText | DebuggerInput
 )

@@ -11,16 +11,25 @@ Imported lazily: cloudpickle costs as much as the rest of Phalanx together.
 from __future__ import annotations
 
 import io
+import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
 from phalanx.values.context import SubprocessContext
 from phalanx.values.errors import PayloadError
 from phalanx.wire import culprit
-from phalanx.wire.pickling import Arrival, Data, MainPickler, homeward_pickler, load
+from phalanx.wire.pickling import (
+    Arrival,
+    Data,
+    MainPickler,
+    Standin,
+    homeward_pickler,
+    load,
+)
+from phalanx.wire.sharing import FORK_CONTEXT, Inheritance, inherited
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +47,7 @@ def dump_call(
     *,
     context_class: type = SubprocessContext,
     main: types.ModuleType | None = None,
+    inheritance: Inheritance | None = None,
 ) -> None:
     """Write a call, once for however many workers.
 
@@ -46,27 +56,41 @@ def dump_call(
         file: Where to write. After an error it holds a part of the pickle.
         context_class: Instances of it arrive as the worker's own context.
         main: The module whose functions travel by value; None: this process' ``__main__``.
+        inheritance: Gets what must travel beside it.
 
     Raises:
         PayloadError: Something in it can't travel; the message says what.
     """
     main = main or sys.modules["__main__"]
 
+    inheritance = Inheritance() if inheritance is None else inheritance
+
     def make_pickler(file: BinaryIO) -> MainPickler:
-        return MainPickler(file, main, context_class)
+        return MainPickler(file, main, context_class, inheritance=inheritance)
 
-    try:
-        make_pickler(file).dump((call.function, call.args, call.kwargs))
-    except Exception as error:
-        parts = culprit.parts_of_call(call.function, call.args, call.kwargs)
-        found = culprit.find(parts, make_pickler)
-        if found is None:
-            raise  # all of it can travel: the file is to blame
-        advice = "Create it inside the worker, or pass what is needed to make it"
-        raise PayloadError(f"{found.story('the workers')}. {advice}") from error
+    with inheritance.collecting():
+        try:
+            join, place = inheritance.family()
+            family = Standin(join, *place)
+            make_pickler(file).dump((family, call.function, call.args, call.kwargs))
+        except Exception as error:
+            parts = culprit.parts_of_call(call.function, call.args, call.kwargs)
+            found = culprit.find(parts, make_pickler)
+            if found is None:
+                raise  # all of it can travel: the file is to blame
+            advice = ". Create it inside the worker, or pass what is needed to make it"
+            if FORK_CONTEXT in found.reason:  # that says it all
+                advice = ""
+            raise PayloadError(f"{found.story('the workers')}{advice}") from error
 
 
-def load_call(data: Data, context: object, *, main: types.ModuleType | None = None) -> Call:
+def load_call(
+    data: Data,
+    context: object,
+    *,
+    main: types.ModuleType | None = None,
+    fds: Sequence[int] = (),
+) -> Call:
     """Read a call, in a worker whose ``sys.modules["__main__"]`` is in place.
 
     Args:
@@ -74,13 +98,20 @@ def load_call(data: Data, context: object, *, main: types.ModuleType | None = No
         context: The worker's context.
         main: The worker's ``__main__``, which gets the names that came along; what it has
             already is left alone. None: the one in `sys.modules`.
+        fds: What came beside it, in order; closed when it is loaded.
 
     Raises:
         Exception: Whatever importing the modules of the function and its arguments raises.
     """
     names = (main or sys.modules["__main__"]).__dict__
     arrival = Arrival(names=names, context=context, outward=True)
-    function, args, kwargs = load(data, arrival)
+    token = inherited.set(list(fds))
+    try:
+        _, function, args, kwargs = load(data, arrival)
+    finally:
+        inherited.reset(token)
+        for fd in fds:
+            os.close(fd)
     # What the launcher had under its name goes before what only calls itself so: a decorated
     # function before the one inside it.
     for wanted in (True, False):

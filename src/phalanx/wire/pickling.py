@@ -3,7 +3,7 @@
 What cloudpickle 3.1 does, and what is done about it here:
 
 - It gives functions that shared their globals a new dict to share. `globals_ref` maps the
-  one to the other, so the launcher's ``__main__`` is mapped to a `_Standin`.
+  one to the other, so the launcher's ``__main__`` is mapped to a `Standin`.
 - When a class comes home, it sets all attributes of the original anew, and overwrites the
   globals of its methods. Here what is known already stays as it is (`Registry`), and a
   class that came from the launcher goes back as a key.
@@ -38,6 +38,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import cloudpickle
 
 from phalanx.values.context import SubprocessContext
+from phalanx.wire import sharing
 
 Data: TypeAlias = "bytes | bytearray | memoryview | mmap.mmap | BinaryIO"
 """Where a pickle is read from; a mapping is read in place."""
@@ -189,7 +190,7 @@ def _make_cached_property(function: Callable[[Any], object], name: str | None) -
 # ── what a pickle is made by ─────────────────────────────────────────────────────────────
 
 
-class _Standin:
+class Standin:
     """Becomes in the pickle what a call returns in the process that loads it."""
 
     def __init__(self, make: Callable[..., object], *args: object) -> None:
@@ -217,24 +218,25 @@ class MainPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has
         main: types.ModuleType,
         context_class: type,
         *,
-        homeward: bool = False,
+        inheritance: sharing.Inheritance | None = None,
     ) -> None:
+        """Pickle for the workers, with what they inherit; None: for the launcher."""
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._main = main.__dict__
         self._context_class = context_class
-        self._homeward = homeward
+        self._inheritance = inheritance
+        self._homeward = homeward = inheritance is None
         self._sources: dict[str, list[str] | None] = {}
-        self._context = _Standin(_own_context)
+        self._context = Standin(_own_context)
         facts = {} if homeward else _facts(self._main)
-        self.globals_ref[id(self._main)] = _Standin(_main_globals, facts)
+        self.globals_ref[id(self._main)] = Standin(_main_globals, facts)
 
     def reducer_override(self, obj: Any) -> Any:  # noqa: ANN401 - pickle's own signature
         """Say how an object is pickled, where that is not pickle's own way."""
         kind = type(obj)  # not isinstance: that asks the __class__ of proxies
-        if issubclass(kind, self._context_class):
-            if self._homeward:
-                raise pickle.PicklingError("a worker's context can't leave its worker")
-            return self._context.__reduce__()
+        passed = self._passed_on(obj, kind)
+        if passed is not None:
+            return passed
         if kind is types.CodeType:
             args = cloudpickle.Pickler.dispatch_table[kind](obj)[1]
             return _make_code, (args, obj.co_filename, self._lines(obj.co_filename))
@@ -247,6 +249,17 @@ class MainPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has
         if isinstance(reduced, tuple) and len(reduced) == 6:
             return self._by_value(obj, reduced)
         return reduced
+
+    def _passed_on(self, obj: Any, kind: type) -> Any:  # noqa: ANN401 - pickle's own
+        """Reduce what is the worker's own there, or shared with it."""
+        if issubclass(kind, self._context_class):
+            if self._homeward:
+                raise pickle.PicklingError("a worker's context can't leave its worker")
+            return self._context.__reduce__()
+        if self._inheritance is not None:
+            return self._inheritance.reduce(obj, kind)
+        sharing.refuse_homeward(kind)
+        return None
 
     def _by_value(self, obj: Any, reduced: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: ANN401
         """Make cloudpickle's reduction of a function or class go through `_arrive`, `_settle`."""
@@ -286,7 +299,7 @@ class MainPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has
 
 def homeward_pickler(file: BinaryIO) -> MainPickler:
     """Return the pickler for what a worker sends to its launcher."""
-    return MainPickler(file, sys.modules["__main__"], SubprocessContext, homeward=True)
+    return MainPickler(file, sys.modules["__main__"], SubprocessContext)
 
 
 def _facts(names: dict[str, Any]) -> dict[str, str]:

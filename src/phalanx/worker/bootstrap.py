@@ -28,13 +28,15 @@ from phalanx.tensors.sync.shm.backend import register_shm_backend
 from phalanx.values.context import install_context
 from phalanx.values.errors import PayloadError
 from phalanx.values.failures import Failure
+from phalanx.wire import parcel
 from phalanx.wire.frames import INLINE_LIMIT
-from phalanx.wire.messages import Entered, MakeStoreHost, MakeWorker, Raised, Returned
+from phalanx.wire.messages import Entered, MakeStoreHost, MakeWorker, Raised, Remarked, Returned
 from phalanx.worker import fresh, script
 from phalanx.worker.capture import failure_of
 from phalanx.worker.context import WorkerContext
 from phalanx.worker.imports import after_import
 from phalanx.worker.link import AgentLink
+from phalanx.worker.shadows import make_room, shadows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,6 +56,8 @@ def run_forked_worker(order: MakeWorker, fds: list[int], server_pid: int) -> NoR
     _connect_standard_streams(out, err)
     kernel.close_all_fds({0, 1, 2, control, *files})
     fresh.enter_surroundings(order.image)
+    if not order.fresh_interpreter:
+        order = _refuse_shadowed(order, control)
     program = order.worker.program
     if program is not None and program.replaces_worker:
         _become(program, order, AgentLink(control))
@@ -61,6 +65,27 @@ def run_forked_worker(order: MakeWorker, fds: list[int], server_pid: int) -> NoR
         _exec("phalanx.worker.bootstrap", order, [control, *files])
     fresh.enter_interpreter(order.image, order.environment)
     _run(order.worker, order.image, control, *files)
+
+
+def _refuse_shadowed(order: MakeWorker, control: int) -> MakeWorker:
+    """Return an order for a fresh interpreter where a fork would miss a module of the user's."""
+    name, file = next(shadows(order.image.module_path), ("", ""))
+    if not name:
+        return order
+    worker, program = order.worker, order.worker.program
+    if worker.rank == 0 and worker.restart_count == 0:
+        way_out = 'start_method="spawn"' if program is None else "--start-method spawn"
+        AgentLink(os.dup(control)).send(
+            Remarked(
+                message=f"{file} stands before the module {name!r} that workers are forked with, "
+                "so they are started as fresh interpreters (slower). Rename it, or say "
+                f"{way_out} if it is meant"
+            )
+        )
+    if program is not None:
+        program = msgspec.structs.replace(program, replaces_worker=True)
+        worker = msgspec.structs.replace(worker, program=program)
+    return msgspec.structs.replace(order, worker=worker, fresh_interpreter=True)
 
 
 def run_forked_store_host(order: MakeStoreHost, fds: list[int], server_pid: int) -> NoReturn:
@@ -91,7 +116,10 @@ def main(argv: list[str]) -> NoReturn:
         _host_store(order, fds[0])
     for fd in fds:
         os.set_inheritable(fd, False)
+    from phalanx.wire import payload  # noqa: F401, PLC0415 - before the user's modules are found
+
     fresh.enter_interpreter(order.image, order.environment)
+    make_room(order.image.module_path)
     _run(order.worker, order.image, *fds)
 
 
@@ -178,9 +206,10 @@ def _load(
         if worker.program is not None:
             os.close(payload_fd)
             return _script(worker, worker.program)
-        with mmap.mmap(payload_fd, 0, access=mmap.ACCESS_READ) as data:
-            os.close(payload_fd)
-            return payload.load_call(data, context)
+        call_fd, *inherited = parcel.unpack(payload_fd)
+        with mmap.mmap(call_fd, 0, access=mmap.ACCESS_READ) as data:
+            os.close(call_fd)
+            return payload.load_call(data, context, fds=inherited)
     except BaseException as error:  # noqa: BLE001 - imports of user modules: anything may come
         _tell(link, error, _record(error, worker, "startup"))
         _finish(1)

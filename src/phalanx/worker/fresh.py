@@ -122,6 +122,12 @@ def _count(text: str | None) -> int | None:
 
 
 def _reset_multiprocessing() -> None:
-    """The authentication key is made at import and must not be the same in all workers."""
+    """The authentication key is made at import and must not be the same in all workers.
+
+    A function's worker gets its launcher's key and resource tracker with its payload.
+    """
+    tracker = sys.modules.get("multiprocessing.resource_tracker")
+    if tracker is not None:  # the descriptor that a preloaded module had it open is closed
+        tracker._resource_tracker._fd = tracker._resource_tracker._pid = None  # noqa: SLF001
     mp_process.current_process().authkey = os.urandom(32)
     mp_process.ORIGINAL_DIR = os.path.abspath(".")  # type: ignore[attr-defined]  # noqa: PTH100
