@@ -14,12 +14,12 @@ from phalanx.elastic.checks import check_program, check_ranks
 from phalanx.elastic.outputs import make_outputs, open_filtered
 from phalanx.elastic.results import NO_PID, process_failure, process_failures
 from phalanx.elastic.signals import termination_signals
-from phalanx.elastic.worker import Calls, be_program, call_function
+from phalanx.elastic.worker import call_function
 from phalanx.launcher import api
 from phalanx.launcher import exit as launcher_exit
 from phalanx.launcher.image import process_image
 from phalanx.launcher.launch import launch
-from phalanx.system import paths
+from phalanx.system import kernel, paths
 from phalanx.values import events as ev
 from phalanx.values import spec
 from phalanx.values.errors import RunStoppedError, WorkerFailedError
@@ -106,6 +106,7 @@ class PContext:
         if not self.nprocs:
             self._result = torch_api.RunProcsResult(stdouts=self.stdouts, stderrs=self.stderrs)
             return
+        api.refuse_in_child()
         for stream in (*self._outputs.out, *self._outputs.err):
             if stream.file is not None:
                 Path(stream.file).open("w").close()
@@ -186,8 +187,7 @@ class PContext:
 
     def _start_run(
         self,
-        main_function: Callable[..., Any],
-        *args: object,
+        payload: api.Payload,
         **fields: Any,  # noqa: ANN401 - LaunchSpec has their types
     ) -> LauncherContext[Any]:
         """Start a run: without restarts, without a store, without Phalanx' own signals."""
@@ -199,18 +199,14 @@ class PContext:
             num_processes_per_machine=self.nprocs,
             restart="worker",
             outputs=self._outputs,
+            variables=tuple(self.envs[rank] for rank in range(self.nprocs)),
             error_files=() if no_file else tuple(self.error_files[r] for r in range(self.nprocs)),
             **fields,
         )
         spec.check_launch(launch_spec)
-        api.refuse_in_child()
-        payload = api.dump_payload(main_function, args, None)
         return launch(
             launch_spec, process_image({}), payload.fd, takes_signals=False, keeps=payload.keeps
         )
-
-    def _calls(self, args: Args) -> Calls:
-        return Calls(args=args, envs=self.envs, inherited=dict(os.environ))
 
     def _started(self) -> LauncherContext[Any]:
         if self._run is None:
@@ -283,11 +279,9 @@ class MultiprocessContext(PContext):
 
     def _launch(self) -> LauncherContext[Any]:
         fresh = self.start_method == "spawn"
+        args = (self.entrypoint, self.args, self._numa_options)
         return self._start_run(
-            call_function,
-            self.entrypoint,
-            self._calls(self.args),
-            self._numa_options,
+            api.dump_payload(call_function, args, None),
             start_method="spawn" if fresh else "forkserver",
             preload=() if fresh else ("torch",),
         )
@@ -330,11 +324,17 @@ class SubprocessContext(PContext):
             FileNotFoundError: There is no such program.
             PermissionError: It may not be executed.
         """
-        commands = {rank: self._command(rank) for rank in range(self.nprocs)}
-        calls = self._calls(commands)
-        for rank, command in commands.items():
-            check_program(command[0], calls.environment(rank))
-        return self._start_run(be_program, calls, preload=(), becomes_program=True)
+        commands = tuple(self._command(rank) for rank in range(self.nprocs))
+        for rank, command in enumerate(commands):
+            check_program(command[0], {**os.environ, **self.envs[rank]})
+        program = spec.Program(
+            kind="executable",
+            target=str(self.entrypoint),
+            commands=commands,
+            replaces_worker=True,
+        )
+        nothing = api.Payload(kernel.open_anonymous_file("phalanx-payload"), [])
+        return self._start_run(nothing, preload=(), program=program)
 
     def _command(self, rank: int) -> tuple[str, ...]:
         command = (str(self.entrypoint), *map(str, self.args[rank]))

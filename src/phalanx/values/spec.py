@@ -47,12 +47,14 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
         arguments: What it gets; ``${local_rank}`` in them is each worker's own.
         replaces_worker: The worker's process becomes a process of the program (exec); False:
             it runs in the worker, as its ``__main__``.
+        commands: By local rank, a whole command line in place of target and arguments.
     """
 
     kind: Literal["script", "module", "executable"]
     target: str
     arguments: tuple[str, ...] = ()
     replaces_worker: bool = False
+    commands: tuple[tuple[str, ...], ...] = ()
 
     def arguments_of(self, local_rank: int) -> tuple[str, ...]:
         """Return the arguments of one worker."""
@@ -88,7 +90,7 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
         fold: Console lines that several ranks print alike become one.
         on_closed_output: What happens when nobody reads the console any more.
         error_files: The ranks' torchelastic error files; empty: in the run's directory.
-        becomes_program: The function becomes another program: exit code 0 is success.
+        variables: By rank, the variables that it gets in place of torchrun's.
     """
 
     run_id: str
@@ -118,7 +120,7 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     fold: bool = False
     on_closed_output: OnClosedOutput = "continue"
     error_files: tuple[str, ...] = ()
-    becomes_program: bool = False
+    variables: tuple[dict[str, str], ...] = ()
 
     @property
     def num_nodes(self) -> int:
@@ -135,7 +137,7 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
             restart=self.restart,
             grace_s=self.grace_s,
             start_timeout_s=self.start_timeout_s,
-            runs_program=self.program is not None or self.becomes_program,
+            runs_program=self.program is not None,
         )
 
 
@@ -283,6 +285,8 @@ def worker_environment(
         The names and values are those of torch.distributed.elastic's agent (torch 2.13).
     """
     environment = dict(base)
+    if spec.variables:
+        return environment | spec.variables[worker.rank] | {TAG_VARIABLE: worker.tag}
     environment |= {
         "RANK": str(worker.rank),
         "LOCAL_RANK": str(worker.local_rank),

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from phalanx.values.spec import ProcessImage
 
 
+_SET_BY_THREADPOOLCTL = "KMP_DUPLICATE_LIB_OK"
+"""Importing it sets this; a worker's environment is what the launcher's was."""
+
+
 def enter_surroundings(image: ProcessImage) -> None:
     """Take over from the launcher what survives an exec: directory, limits, umask, signals."""
     os.setsid()
@@ -110,8 +114,11 @@ def set_threads(environment: dict[str, str]) -> None:
         torch.set_num_threads(wanted)
     blas = _count(environment.get("OPENBLAS_NUM_THREADS")) or wanted or os.cpu_count() or 1
     if numpy is not None and blas > 1:
+        said = os.environ.get(_SET_BY_THREADPOOLCTL)
         import threadpoolctl  # noqa: PLC0415 - only where there is something to change
 
+        if said is None:
+            os.environ.pop(_SET_BY_THREADPOOLCTL, None)
         threadpoolctl.threadpool_limits(blas, user_api="blas")
 
 

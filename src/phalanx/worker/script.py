@@ -61,6 +61,8 @@ def command_of(program: Program, image: ProcessImage, local_rank: int) -> list[s
 
     Python runs unbuffered, as under torchrun, so that a crash loses no line.
     """
+    if program.commands:
+        return list(program.commands[local_rank])
     arguments = program.arguments_of(local_rank)
     if program.kind == "executable":
         return [program.target, *arguments]
