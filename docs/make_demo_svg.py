@@ -1,5 +1,7 @@
 """Record the demo: run it, and draw what it prints as `docs/demo.svg`, line by line, in its time.
 
+Silences of more than a second (imports, mostly) are shown as one of a second.
+
     .venv/bin/python docs/make_demo_svg.py
 
 Where a viewer does not animate, all lines are there at once.
@@ -16,11 +18,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ("examples/train_digits.py", "--kill-rank", "2", "--kill-step", "75")
 LINE_HEIGHT = 19
+LONGEST_SILENCE_S = 1.0
 KEEP_EPOCHS = range(6)  # later ones look the same
 
 FRAME = """\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 660 {height}" width="660" height="{height}">
-<title>make demo</title>
+<title>make demo; silences of more than a second are cut to one</title>
 <style>
 text {{ font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; fill: #d8dee9;
   white-space: pre; animation: show 1ms backwards; }}
@@ -61,6 +64,17 @@ def shorten(lines: list[tuple[float, str]]) -> list[tuple[float, str]]:
     return short
 
 
+def cut_silences(lines: list[tuple[float, str]]) -> list[tuple[float, str]]:
+    """Move lines forward, so that none comes long after the one before it."""
+    moved: list[tuple[float, str]] = []
+    before = at_now = 0.0
+    for at, line in lines:
+        at_now += min(at - before, LONGEST_SILENCE_S)
+        before = at
+        moved.append((at_now, line))
+    return moved
+
+
 def style(line: str) -> str:
     """Return the class of a line: what it is about."""
     if "SIGKILL" in line:
@@ -81,4 +95,4 @@ def draw(lines: list[tuple[float, str]]) -> str:
 
 
 if __name__ == "__main__":
-    (ROOT / "docs" / "demo.svg").write_text(draw(shorten(record())), encoding="utf-8")
+    (ROOT / "docs" / "demo.svg").write_text(draw(cut_silences(shorten(record()))), encoding="utf-8")

@@ -42,6 +42,11 @@ def blocks(page: Path, kind: str) -> list[str]:
     return [text for found, text in BLOCK.findall(page.read_text()) if found == kind]
 
 
+def programs(page: Path) -> list[str]:
+    """The Python blocks of a page that are no files for its shell blocks."""
+    return [text for text in blocks(page, "python") if not FILE.match(text)]
+
+
 def commands(page: Path) -> list[list[str]]:
     """The arguments of each ``phalanx run`` that a page's shell blocks have."""
     lines = [line for text in blocks(page, "sh") for line in text.splitlines()]
@@ -60,11 +65,9 @@ def test_every_block_says_what_it_is():
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("page", named([p for p in PAGES if blocks(p, "python")]))
+@pytest.mark.parametrize("page", named([p for p in PAGES if programs(p)]))
 def test_python_blocks_run_and_print_what_they_say(page, tmp_path):
-    code = [text for text in blocks(page, "python") if not FILE.match(text)]
-    if not code:
-        pytest.skip("all blocks are files for the page's shell blocks, which run them")
+    code = programs(page)
     paths = [tmp_path / f"block-{number}.py" for number in range(len(code))]
     for path, text in zip(paths, code, strict=True):
         path.write_text(text)
@@ -74,8 +77,8 @@ def test_python_blocks_run_and_print_what_they_say(page, tmp_path):
     finally:
         end_scripts([script])
     assert out.returncode == 0, f"{page.name}:\n{out.stdout}\n{out.stderr}"
-    printed = re.split(r"^block \w+\n", out.stdout, flags=re.MULTILINE)[1:]
-    for text, result in zip(code, printed, strict=False):
+    printed = re.split(r"^block \w+\n", out.stdout, flags=re.MULTILINE)[1:-1]
+    for text, result in zip(code, printed, strict=True):
         for expected in EXPECTED.findall(text):
             assert expected in result.splitlines(), f"{page.name}:\n{text}\nprinted:\n{result}"
 
