@@ -97,12 +97,16 @@ def test_a_second_ctrl_c_kills(script):
     interrupted_cleanly(started, 10)
 
 
-def test_ctrl_c_during_a_shutdown(script):
+def test_ctrl_c_during_a_shutdown(script, tmp_path):
     started = script(
         STUBBORN.format(
-            rest="time.sleep(0.5)\nprint('SHUTTING', flush=True)\ncontext.shutdown(grace=500)"
+            rest="import os\nwhile not os.path.exists('go'): time.sleep(0.01)\n"
+            "print('SHUTTING', flush=True)\ncontext.shutdown(grace=500)"
         )
     )
+    for _ in range(2):
+        started.wait_for_line("WORKING")
+    (tmp_path / "go").touch()
     started.wait_for_line("SHUTTING")
     time.sleep(0.2)
     os.kill(started.pid, signal.SIGINT)
@@ -134,6 +138,21 @@ def test_a_signal_that_stops_the_run_ends_the_launcher_as_it_would_have(script, 
     assert done.returncode == -signum
     assert "Traceback" not in done.stderr
     wait_until(lambda: not tagged_processes(run_id), 10)
+
+
+@pytest.mark.parametrize("rest", ["context.wait()", "for _ in context.events(): pass"])
+def test_a_signal_that_does_not_interrupt_the_wait_is_not_lost(script, rest):
+    """As one that comes just before the wait: another thread gets it, which wakes nobody."""
+    started, _ = start(
+        script,
+        "import os, signal, threading, time\n"
+        "def send():\n"
+        "    while context.state != 'running': time.sleep(0.01)\n"
+        "    time.sleep(0.3)  # nothing more comes that would end the wait\n"
+        "    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)\n"
+        "threading.Thread(target=send).start()\n" + rest,
+    )
+    assert started.finish(20).returncode == -signal.SIGTERM
 
 
 def test_a_handler_of_the_user_gets_the_signal_after_the_stop(script):
