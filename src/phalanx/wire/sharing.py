@@ -46,6 +46,7 @@ class Inheritance:
         """Hold nothing yet."""
         self.fds: list[int] = []
         self.keeps: list[object] = []
+        self._plain: set[type] = set()
 
     def duplicate_for_child(self, fd: int) -> int:
         """Take along a duplicate; return its place among the descriptors."""
@@ -82,12 +83,16 @@ class Inheritance:
         Raises:
             pickle.PicklingError: It was made for forked children.
         """
+        if kind in self._plain:
+            return None
         if _is_a(kind, "multiprocessing.synchronize", "SemLock"):
             if value._semlock.name is None:  # noqa: SLF001 - newer Pythons say so themselves
                 raise pickle.PicklingError(FORK_CONTEXT)
             self.keeps.append(value)
         elif _is_a(kind, "multiprocessing.managers", "BaseProxy"):
             self.keeps.append(value)
+        elif _reducer_of(kind) is None:
+            self._plain.add(kind)
         return _reduction_of(value, kind)
 
     def family(self) -> tuple[Any, ...]:
@@ -130,11 +135,15 @@ def _is_a(kind: type, module: str, name: str) -> bool:
     return wanted is not None and issubclass(kind, wanted)
 
 
-def _reduction_of(value: Any, kind: type) -> Any:  # noqa: ANN401 - as pickle has it
+def _reducer_of(kind: type) -> Any:  # noqa: ANN401 - as pickle has it
     reduction = sys.modules.get("multiprocessing.reduction")
     if reduction is None or kind in _BY_CLOUDPICKLE:
         return None
-    reduce = reduction.ForkingPickler._extra_reducers.get(kind)  # noqa: SLF001
+    return reduction.ForkingPickler._extra_reducers.get(kind)  # noqa: SLF001
+
+
+def _reduction_of(value: Any, kind: type) -> Any:  # noqa: ANN401 - as pickle has it
+    reduce = _reducer_of(kind)
     if reduce is None or (kind.__module__.startswith("torch") and not _is_shared(value)):
         return None
     return reduce(value)
