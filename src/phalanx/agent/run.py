@@ -69,6 +69,7 @@ class Run:
         self._launcher = launcher
         self._on_finished = on_finished
         self._payload, self._listener, *console_fds = fds
+        self._stdin = console_fds.pop(0) if self.spec.stdin_ranks else None
         self._page_fd = kernel.open_anonymous_file("phalanx-page")
         prepare(self._page_fd, self.spec.world_size)
         self._page = ControlPage(self._page_fd, self.spec.world_size)
@@ -239,6 +240,7 @@ class Run:
             output=self.output,
             payload=self._payload,
             listener=self._listener,
+            stdin=self._stdin,
             page_fd=self._page_fd,
             news=self._news,
         )
@@ -373,8 +375,9 @@ class Run:
         self._recorder.close()
         self.output.close()
         self._page.close()
-        for fd in (self._payload, self._listener, self._page_fd):
-            os.close(fd)
+        for fd in (self._payload, self._listener, self._page_fd, self._stdin):
+            if fd is not None:
+                os.close(fd)
         self._on_finished(self)
 
 

@@ -132,6 +132,7 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
         on_closed_output: What happens when nobody reads the console any more.
         outputs: Where each stream goes, in place of `routes`, `console_ranks` and `log_dir`.
         error_files: The ranks' torchelastic error files; empty: in the run's directory.
+        stdin_ranks: Ranks that get the launcher's standard input; the others get none.
         becomes_program: The function becomes another program: exit code 0 is success.
     """
 
@@ -165,6 +166,7 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     outputs: Outputs | None = None
     error_files: tuple[str, ...] = ()
     becomes_program: bool = False
+    stdin_ranks: tuple[int, ...] = ()
 
     @property
     def num_nodes(self) -> int:

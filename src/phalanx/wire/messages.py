@@ -79,8 +79,9 @@ class Launch(Message, frozen=True, kw_only=True):
     """Start a run.
 
     fds: the payload (function and arguments), the bound and listening socket of the group's
-    store, then the console's descriptors (standard output, standard error) where
-    `ConsoleSpec` says ``descriptor``.
+    store, the launcher's standard input if `spec.stdin_ranks` names somebody, then the
+    console's descriptors (standard output, standard error) where `ConsoleSpec` says
+    ``descriptor``.
     """
 
     spec: LaunchSpec
@@ -231,7 +232,7 @@ class MakeWorker(Message, frozen=True, kw_only=True):
     """Make a worker's process.
 
     fds: its end of the worker socket, standard output, standard error, the control page,
-    the payload, the file for native stacks.
+    the payload, the file for native stacks, and standard input if it has one.
     """
 
     ticket: int
@@ -239,6 +240,7 @@ class MakeWorker(Message, frozen=True, kw_only=True):
     image: ProcessImage
     environment: dict[str, str]
     fresh_interpreter: bool
+    has_stdin: bool = False
 
 
 class MakeStoreHost(Message, frozen=True, kw_only=True):

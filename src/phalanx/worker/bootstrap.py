@@ -51,7 +51,7 @@ def run_forked_worker(order: MakeWorker, fds: list[int], server_pid: int) -> NoR
     """Be the worker, in a child that the fork server just forked."""
     kernel.die_with_parent(server_pid)
     control, out, err, *files = fds
-    _connect_standard_streams(out, err)
+    _connect_standard_streams(files.pop() if order.has_stdin else None, out, err)
     kernel.close_all_fds({0, 1, 2, control, *files})
     fresh.enter_surroundings(order.image)
     program = order.worker.program
@@ -130,9 +130,8 @@ def _bind_to_cpus(worker: WorkerSpec, image: ProcessImage) -> None:
         bind(worker, image.environment)
 
 
-def _connect_standard_streams(out: int, err: int) -> None:
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
+def _connect_standard_streams(stdin: int | None, out: int, err: int) -> None:
+    os.dup2(os.open(os.devnull, os.O_RDONLY) if stdin is None else stdin, 0)
     os.dup2(out, 1)
     os.dup2(err, 2)
 
