@@ -22,6 +22,7 @@ from phalanx.agent.generation import Generation, RunResources
 from phalanx.agent.hangs import HangWatch
 from phalanx.agent.news import WorkerNews
 from phalanx.agent.output import RunOutput
+from phalanx.agent.prompts import Prompts
 from phalanx.agent.recorder import Recorder
 from phalanx.agent.stacks import Roundup
 from phalanx.agent.tensors import RunTensors
@@ -96,9 +97,10 @@ class Run:
             lambda: self._workers,
             self.feed,
         )
+        self._prompts = Prompts(self.spec.run_id, self.output, self._hang_watch, self.tell)
         self._news = WorkerNews(
             self.spec, launcher, servers, self.output, self.tensors, self._hang_watch,
-            self.feed, self._announce,
+            self._prompts, self.feed, self._announce,
         )  # fmt: skip
 
     # ── in ───────────────────────────────────────────────────────────────────────────────
@@ -267,7 +269,8 @@ class Run:
 
     def answer(self, rank: int, text: str) -> None:
         """Pass a line on to the debugger of a rank."""
-        self._hang_watch.debugger_goes_on(rank)
+        if rank != self._prompts.current:  # who reads from the terminal says when it has read
+            self._hang_watch.debugger_goes_on(rank)
         if rank in self._workers:
             self._workers[rank].answer(text)
 
@@ -278,9 +281,14 @@ class Run:
     def pass_signal(self, signum: int) -> None:
         """Give a signal to the workers whose code catches it; if none does, it is a stop.
 
-        To any other worker it would be the end.
+        To any other worker it would be the end. A SIGINT is for the one that reads.
         """
-        takers = [worker for worker in self._workers.values() if worker.catches(signum)]
+        reader = self._prompts.current if signum == signal.SIGINT else None
+        takers = [
+            worker
+            for rank, worker in self._workers.items()
+            if (signum != signal.SIGINT and worker.catches(signum)) or rank == reader
+        ]
         for worker in takers:
             worker.signal(signum)
         if not takers:

@@ -205,6 +205,14 @@ class InputWanted(Message, frozen=True, kw_only=True):
     prompt: str
 
 
+class Prompt(Message, frozen=True, kw_only=True):
+    """A rank wants to read from the terminal (answer: InputLine without text), or has read."""
+
+    run_id: str
+    rank: int
+    opens: bool
+
+
 class StacksFound(Message, frozen=True, kw_only=True):
     """Where the workers are, by rank: stacks as text, the innermost call last."""
 
@@ -223,7 +231,9 @@ class RunFinished(Message, frozen=True, kw_only=True):
     failures: tuple[Failure, ...]
 
 
-AgentMessage: TypeAlias = Happened | Result | ConsoleText | InputWanted | StacksFound | RunFinished
+AgentMessage: TypeAlias = (
+    Happened | Result | ConsoleText | InputWanted | Prompt | StacksFound | RunFinished
+)
 
 # ── agent → fork server ──────────────────────────────────────────────────────────────────
 
@@ -378,6 +388,12 @@ class DebuggerInput(Message, frozen=True, kw_only=True):
     prompt: str
 
 
+class Turn(Message, frozen=True, kw_only=True):
+    """It wants to read from the terminal (answer: InputLine without text), or has read."""
+
+    begins: bool
+
+
 WorkerMessage: TypeAlias = (
-    Entered | Returned | Raised | Reported | StoreOpened | DebuggerText | DebuggerInput
+    Entered | Returned | Raised | Reported | StoreOpened | DebuggerText | DebuggerInput | Turn
 )

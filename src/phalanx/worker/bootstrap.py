@@ -35,6 +35,7 @@ from phalanx.worker.capture import failure_of
 from phalanx.worker.context import WorkerContext
 from phalanx.worker.imports import after_import
 from phalanx.worker.link import AgentLink
+from phalanx.worker.prompts import read_from_terminal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,11 +148,14 @@ def _run(
     be_found(control_page, worker.rank, native)
     context = WorkerContext(worker, link, control_page)
     install_context(context)
+    if worker.program is None:
+        sys.breakpointhook = context.on_breakpoint
     after_import("torch.optim.optimizer", watch_optimizers)
     if worker.is_watched:  # so that a script without a context gives signs of life, too
         after_import("torch.optim.optimizer", lambda: note_steps(context.heartbeat))
     after_import("torch.distributed.distributed_c10d", register_shm_backend)
     _bind_to_cpus(worker, image)
+    read_from_terminal(link, worker)
     call = _load(worker, image, payload, context, link)
     link.report(Entered())
     code = _call(worker, call, link)
