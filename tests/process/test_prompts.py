@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import pty
 import select
+import shlex
 import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from tests.conftest import SOURCE
@@ -78,10 +80,13 @@ class Typist:
 def typist(tmp_path):
     made: list[Typist] = []
 
-    def start(source: str, *options: object) -> Typist:
+    def start(source: str, *options: object, shell: str | None = None) -> Typist:
         (tmp_path / "train.py").write_text(source)
         argv = [sys.executable, "-m", "phalanx", "run", "--preload", "", *map(str, options)]
-        made.append(Typist([*argv, "train.py"], tmp_path))
+        argv += ["train.py"]
+        if shell is not None:
+            argv = ["/bin/bash", "-c", shell.format(shlex.join(argv))]
+        made.append(Typist(argv, tmp_path))
         return made[-1]
 
     yield start
@@ -177,4 +182,28 @@ def test_the_debugger_of_torch_distributed_reads_from_the_terminal(typist):
     at.wait_for("(Pdb) ")
     at.type("c\n")
     at.wait_for("went on 41")
+    assert at.end() == 0
+
+
+def test_ctrl_z_pauses_all_ranks_and_fg_goes_on(typist, tmp_path):
+    shell = "set -m; {}; echo paused=$?; read -r line; echo shell got $line; fg; echo end=$?"
+    at = typist(
+        "import os, time\nopen('pid' + os.environ['RANK'], 'w').write(str(os.getpid()))\n"
+        "print('begun', flush=True)\n"
+        "while not os.path.exists('go'): time.sleep(0.01)\nprint('ended')\n",
+        "--nproc-per-node", 2, "--no-fold", "--hang-timeout", "1", shell=shell,
+    )  # fmt: skip
+    at.wait_for("begun")
+    at.wait_for("begun")
+    at.type("\x1a")
+    at.wait_for("paused=")
+    pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(2)]
+    assert {psutil.Process(pid).status() for pid in pids} == {"stopped"}
+    (tmp_path / "go").touch()
+    time.sleep(2.5)  # the hang watch would have had its say
+    at.type("a line\n")
+    at.wait_for("shell got a line")
+    at.wait_for("ended")
+    at.wait_for("ended")
+    at.wait_for("end=0")
     assert at.end() == 0

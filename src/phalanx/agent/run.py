@@ -281,8 +281,13 @@ class Run:
     def pass_signal(self, signum: int) -> None:
         """Give a signal to the workers whose code catches it; if none does, it is a stop.
 
-        To any other worker it would be the end. A SIGINT is for the one that reads.
+        A SIGINT is for the one that reads; a SIGTSTP pauses all, a SIGCONT lets them go on.
         """
+        if signum in (signal.SIGTSTP, signal.SIGCONT):
+            self._hang_watch.pause(paused=signum == signal.SIGTSTP)
+            for worker in self._workers.values():
+                worker.signal(signal.SIGSTOP if signum == signal.SIGTSTP else signum)
+            return
         reader = self._prompts.current if signum == signal.SIGINT else None
         takers = [
             worker

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from phalanx.cli.pause import pauses
 from phalanx.cli.plan import plan
 from phalanx.cli.status import status_line
 from phalanx.cli.usage import UsageError
@@ -94,7 +95,8 @@ def run(options: Options) -> int:
                 prompts.watch(line.stay_away)
             try:
                 context = _launch(spec, image, signals, line)
-                error = _wait(context)
+                with pauses(context, line):
+                    error = _wait(context)
             finally:
                 log.setStream(sys.__stderr__)
     except _Interrupted as interrupted:
