@@ -82,6 +82,7 @@ class DescriptorSink:
         self._waiters = _Waiters()
         self._broken = False
         self._waiting = False
+        self._held = False
         self.pending = 0
         self._fd, self._write_some = _open_without_blocking(fd)
 
@@ -91,12 +92,22 @@ class DescriptorSink:
             return
         self._queue.append(memoryview(data))
         self.pending += len(data)
-        if not self._waiting:
+        if not self._waiting and not self._held:
             self._flush()
 
     def when_below(self, num_bytes: int, then: Callable[[], None]) -> None:
         """See `Sink`."""
         self._waiters.add(self.pending, num_bytes, then)
+
+    def hold(self) -> None:
+        """Keep what comes until `go_on`."""
+        self._held = True
+
+    def go_on(self) -> None:
+        """Write what was kept."""
+        self._held = False
+        if not self._waiting and not self._broken:
+            self._flush()
 
     def give_up(self) -> None:
         """See `Sink`."""
@@ -184,13 +195,30 @@ class RelaySink:
         """Use `send` for chunks."""
         self._send = send
         self._waiters = _Waiters()
+        self._held: list[bytes] | None = None
         self.pending = 0
 
     def write(self, data: bytes) -> None:
         """Take output."""
+        self.pending += len(data)
+        if self._held is not None:
+            self._held.append(data)
+        else:
+            self._pass_on(data)
+
+    def hold(self) -> None:
+        """Keep what comes until `go_on`."""
+        self._held = [] if self._held is None else self._held
+
+    def go_on(self) -> None:
+        """Send what was kept."""
+        held, self._held = self._held or [], None
+        for data in held:
+            self._pass_on(data)
+
+    def _pass_on(self, data: bytes) -> None:
         for start in range(0, len(data), _MAX_TAKE):
             self._send(data[start : start + _MAX_TAKE])
-        self.pending += len(data)
 
     def taken(self, num_bytes: int) -> None:
         """The launcher has written this much."""

@@ -109,6 +109,7 @@ class RunResources:
     output: RunOutput
     payload: int
     listener: int
+    stdin: int | None
     page_fd: int
     news: WorkerOwner
 
@@ -178,6 +179,7 @@ class Generation:
             err=err,
             page=self._run.page_fd,
             payload=self._run.payload,
+            stdin=self._run.stdin if rank in self._spec.stdin_ranks else None,
         )
 
     def close(self, then: Callable[[], None]) -> None:

@@ -70,6 +70,7 @@ class HangWatch:
         self._feed = feed
         self._watched: dict[int, _Watched] = {}
         self._in_debugger: set[int] = set()
+        self._is_paused = False
         self._stopped_s: dict[int, float] = {}
         self._group_s = 0.0
         self._excused_s = 0.0
@@ -117,6 +118,12 @@ class HangWatch:
         self._in_debugger.discard(rank)
         self._excuse()
 
+    def pause(self, *, paused: bool) -> None:
+        """All ranks were stopped, or go on: nobody is to blame for that time."""
+        self._is_paused = paused
+        self._stopped_s.clear()
+        self._excuse()
+
     # ── looking ──────────────────────────────────────────────────────────────────────────
 
     def _excuse(self) -> None:
@@ -141,7 +148,7 @@ class HangWatch:
         self._timer = None
         now = time.monotonic()
         # If this process was stopped, or starved, so were they: nobody can be blamed for that.
-        if self._in_debugger or now - self._due_s > self._timeout_s / 2:
+        if self._is_paused or self._in_debugger or now - self._due_s > self._timeout_s / 2:
             self._excuse()
         if silent_ranks(self._sightings({}), self._timeout_s, now):
             workers = self._workers()
@@ -190,7 +197,7 @@ class HangWatch:
 
     def _judge(self, stacks: dict[int, Stack]) -> None:
         self._roundup = None
-        if self._in_debugger or any(stack.is_held for stack in stacks.values()):
+        if self._is_paused or self._in_debugger or any(stack.is_held for stack in stacks.values()):
             self._excuse()
         hung = find_hung(self._sightings(stacks), self._timeout_s, time.monotonic())
         worker = None if hung is None else self._workers().get(hung.rank)

@@ -55,6 +55,11 @@ class LinePrefixer:
         self._bar = bar or self._bar
         return self._unit(bar, b"\r") if bar else b""
 
+    def take_begun(self) -> bytes:
+        """Return what has begun, without an end."""
+        rest, self._rest = self._rest, b""
+        return self._unit(rest, b"") if rest else b""
+
     def finish(self) -> bytes:
         """Return what has begun; nothing more will come."""
         rest, self._rest = self._rest, b""

@@ -65,6 +65,11 @@ class StreamPump:
         while not self._closed and self._read():
             pass
 
+    def show_begun(self) -> None:
+        """Write out a line that was begun, as it is."""
+        if self._console is not None:
+            self._console.write(self._lines.take_begun())
+
     def tail(self) -> bytes:
         """Return the last bytes that came."""
         return self._tail

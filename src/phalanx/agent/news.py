@@ -19,6 +19,7 @@ from phalanx.wire.messages import (
     Result,
     Returned,
     StoreOpened,
+    Turn,
 )
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from phalanx.agent.forkservers import ForkServers, NotMade
     from phalanx.agent.hangs import HangWatch
     from phalanx.agent.output import RunOutput
+    from phalanx.agent.prompts import Prompts
     from phalanx.agent.tensors import RunTensors
     from phalanx.agent.worker import WorkerProcess
     from phalanx.values.failures import Exit
@@ -52,6 +54,7 @@ class WorkerNews:
         output: RunOutput,
         tensors: RunTensors,
         hang_watch: HangWatch,
+        prompts: Prompts,
         feed: Callable[[ev.Event], None],
         announce: Callable[[ev.Event], None],
     ) -> None:
@@ -64,6 +67,7 @@ class WorkerNews:
             output: Of the workers.
             tensors: Workers open connections to it.
             hang_watch: Excuses who sits in a debugger.
+            prompts: Says whose turn it is to read.
             feed: Takes facts for the lifecycle.
             announce: Takes what only people want to know.
         """
@@ -73,6 +77,7 @@ class WorkerNews:
         self._output = output
         self._tensors = tensors
         self._hang_watch = hang_watch
+        self._prompts = prompts
         self._feed = feed
         self._announce = announce
         self.dropped_reports = 0
@@ -114,9 +119,14 @@ class WorkerNews:
             case DebuggerInput(prompt=prompt):
                 self._hang_watch.debugger_waits(rank)
                 self._launcher.send(InputWanted(run_id=run_id, rank=rank, prompt=prompt))
+            case Turn(begins=True):
+                self._prompts.want(rank)
+            case Turn():
+                self._prompts.over(rank)
 
     def on_worker_exited(self, worker: WorkerProcess, exit_: Exit) -> None:
         """See `WorkerOwner`."""
+        self._prompts.over(worker.rank)
         self._output.drain(worker.rank)
         if exit_ != Exited(0) and not worker.has_failed:
             self._read_error_file(worker)

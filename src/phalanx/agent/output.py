@@ -165,6 +165,23 @@ class RunOutput:
         if isinstance(sink, RelaySink):
             sink.taken(num_bytes)
 
+    def show_begun(self, rank: int) -> None:
+        """Show a line that a rank has begun: it is a prompt."""
+        for pump in self._pumps.get(rank, {}).values():
+            pump.drain()
+            pump.show_begun()
+
+    def hold(self) -> None:
+        """Write nothing to a terminal until `go_on`: somebody types there."""
+        for stream, sink in self._sinks.items():
+            if self._is_terminal(stream):
+                sink.hold()
+
+    def go_on(self) -> None:
+        """Write what came meanwhile."""
+        for sink in self._sinks.values():
+            sink.go_on()
+
     def when_flushed(self, then: Callable[[], None]) -> None:
         """Call back once everything has gone out."""
         if self._given_up:

@@ -23,6 +23,7 @@ from phalanx.agent.hangs import HangWatch
 from phalanx.agent.news import WorkerNews
 from phalanx.agent.output import RunOutput
 from phalanx.agent.passing import PassedSignals
+from phalanx.agent.prompts import Prompts
 from phalanx.agent.recorder import Recorder
 from phalanx.agent.stacks import Roundup
 from phalanx.agent.tensors import RunTensors
@@ -70,6 +71,7 @@ class Run:
         self._launcher = launcher
         self._on_finished = on_finished
         self._payload, self._listener, *console_fds = fds
+        self._stdin = console_fds.pop(0) if self.spec.stdin_ranks else None
         self._page_fd = kernel.open_anonymous_file("phalanx-page")
         prepare(self._page_fd, self.spec.world_size)
         self._page = ControlPage(self._page_fd, self.spec.world_size)
@@ -97,9 +99,10 @@ class Run:
             self.feed,
         )
         self._passed = PassedSignals(loop, lambda: self._workers, self._all_run, self.stop)
+        self._prompts = Prompts(self.spec.run_id, self.output, self._hang_watch, self.tell)
         self._news = WorkerNews(
             self.spec, launcher, servers, self.output, self.tensors, self._hang_watch,
-            self.feed, self._announce,
+            self._prompts, self.feed, self._announce,
         )  # fmt: skip
 
     # ── in ───────────────────────────────────────────────────────────────────────────────
@@ -253,6 +256,7 @@ class Run:
             output=self.output,
             payload=self._payload,
             listener=self._listener,
+            stdin=self._stdin,
             page_fd=self._page_fd,
             news=self._news,
         )
@@ -279,7 +283,8 @@ class Run:
 
     def answer(self, rank: int, text: str) -> None:
         """Pass a line on to the debugger of a rank."""
-        self._hang_watch.debugger_goes_on(rank)
+        if rank != self._prompts.current:  # who reads from the terminal says when it has read
+            self._hang_watch.debugger_goes_on(rank)
         if rank in self._workers:
             self._workers[rank].answer(text)
 
@@ -288,8 +293,20 @@ class Run:
         return self._launcher is launcher
 
     def pass_signal(self, signum: int) -> None:
-        """Give a signal to the workers whose code catches it; if none does, it is a stop."""
-        self._passed.pass_on(signum)
+        """Give a signal to the workers whose code catches it; if none does, it is a stop.
+
+        A SIGINT is for the one that reads; a SIGTSTP pauses all, a SIGCONT lets them go on.
+        """
+        if signum in (signal.SIGTSTP, signal.SIGCONT):
+            self._hang_watch.pause(paused=signum == signal.SIGTSTP)
+            for worker in self._workers.values():
+                worker.signal(signal.SIGSTOP if signum == signal.SIGTSTP else signum)
+        elif signum != signal.SIGINT:
+            self._passed.pass_on(signum)
+        elif (reader := self._prompts.current) is not None and reader in self._workers:
+            self._workers[reader].signal(signum)
+        else:
+            self.stop(kernel.signal_name(signum))
 
     def stop(
         self, reason: str, grace_s: float | None = None, signum: int = signal.SIGTERM.value
@@ -381,8 +398,9 @@ class Run:
         self._recorder.close()
         self.output.close()
         self._page.close()
-        for fd in (self._payload, self._listener, self._page_fd):
-            os.close(fd)
+        for fd in (self._payload, self._listener, self._page_fd, self._stdin):
+            if fd is not None:
+                os.close(fd)
         self._on_finished(self)
 
 

@@ -82,6 +82,7 @@ class WorkerProcess:
         err: int,
         page: int,
         payload: int,
+        stdin: int | None = None,
     ) -> None:
         """Order the process; `out` and `err` are owned from here on, the others borrowed."""
         ours, theirs = socket.socketpair()
@@ -99,8 +100,11 @@ class WorkerProcess:
             image=image,
             environment=environment,
             fresh_interpreter=fresh_interpreter,
+            has_stdin=stdin is not None,
         )
         files = [os.dup(page), os.dup(payload), os.dup(self._native_fd)]
+        if stdin is not None:
+            files.append(os.dup(stdin))
         self._server.make(order, [theirs.detach(), out, err, *files], self)
 
     def cancel(self) -> bool:

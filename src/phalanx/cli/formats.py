@@ -20,6 +20,16 @@ def count(text: str) -> int:
     return int(text)
 
 
+def stdin(text: str) -> str | int:
+    """Read who gets standard input: everybody, nobody, or a local rank."""
+    word = text.strip().lower()
+    if word in ("all", "none"):
+        return word
+    if not re.fullmatch(r"[0-9]+", word):
+        raise _wrong(text, "all, none, or a local rank, as 0")
+    return int(word)
+
+
 def port(text: str) -> int:
     """Read a TCP port; 0 is any free one."""
     value = count(text)

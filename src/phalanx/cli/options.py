@@ -23,6 +23,7 @@ _NO_VARIABLE = (
     "logs_specs",
     "no_fold",
     "on_closed_output",
+    "stdin",
     "numa_binding",
     "preload",
     "restart",
@@ -167,6 +168,7 @@ def make_parser() -> Parser:
     _add_program(parser)
     _add_number(parser)
     _add_failures(parser)
+    _add_input(parser)
     _add_output(parser)
     _add_placement(parser)
     _add_meeting(parser)
@@ -243,6 +245,15 @@ def _add_failures(parser: Parser) -> None:
         "here, gets it, and nothing ends",
     )  # fmt: skip
     add("--json", action="store_true", help="at the end, say how it went as a line of JSON")
+
+
+def _add_input(parser: Parser) -> None:
+    add = _group(parser, "what the workers read")
+    add(
+        "--stdin", metavar="WHO", type=formats.stdin, default="all",
+        help="who gets the command's standard input: all (default; who reads first gets it), "
+        "none, or one local rank, as 0",
+    )  # fmt: skip
 
 
 def _add_output(parser: Parser) -> None:

@@ -68,9 +68,22 @@ def plan(options: Options) -> tuple[LaunchSpec, ProcessImage]:
         outputs=_outputs(values, num_workers, prefixes),
         fold=not values.no_fold and not prefixes,
         on_closed_output=values.on_closed_output,
+        stdin_ranks=_stdin_ranks(values.stdin, num_workers),
     )
     check_launch(spec)
     return spec, image
+
+
+def _stdin_ranks(who: str | int, num_workers: int) -> tuple[int, ...]:
+    """Return who gets standard input: nobody, if it is the terminal of somebody else's shell."""
+    if isinstance(who, int) and who >= num_workers:
+        raise UsageError(
+            f"--stdin {who}: there is no local rank {who} among {num_workers} workers; name one "
+            f"of 0–{num_workers - 1}, or write all or none"
+        )
+    if who == "none" or kernel.is_terminal_in_background(0):
+        return ()
+    return (who,) if isinstance(who, int) else tuple(range(num_workers))
 
 
 # ── one machine ──────────────────────────────────────────────────────────────────────────

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from phalanx.cli.pause import pauses
 from phalanx.cli.plan import plan
 from phalanx.cli.status import status_line
 from phalanx.cli.usage import UsageError
 from phalanx.launcher import exit as launcher_exit
 from phalanx.launcher.launch import key_of_launch, launch
 from phalanx.launcher.link import agent_link
+from phalanx.launcher.prompts import prompts
 from phalanx.launcher.signals import STOPS, stop_signals
 from phalanx.system import kernel
 from phalanx.values import events as ev
@@ -92,9 +94,12 @@ def run(options: Options) -> int:
         spec, image = plan(options)
         with status_line(spec.world_size) as line:
             log.setStream(sys.stderr)
+            if line is not None:
+                prompts.watch(line.stay_away)
             try:
                 context = _launch(spec, image, signals, line)
-                error = _wait(context)
+                with pauses(context, line):
+                    error = _wait(context)
             finally:
                 log.setStream(sys.__stderr__)
     except _Interrupted as interrupted:

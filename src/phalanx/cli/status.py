@@ -47,6 +47,7 @@ class StatusLine:
         self._lock = threading.RLock()  # a handler's message may interrupt another of its thread
         self._end = "\n"  # of what was written last
         self._shown: str | None = None  # what stands there
+        self._away = False
         self._closed = threading.Event()
 
     def begin(self) -> None:
@@ -66,6 +67,16 @@ class StatusLine:
             erased = self._erase()
             self._end = text[-1:] or self._end
             self._put(erased + text + self._draw())
+
+    def stay_away(self, away: bool) -> None:  # noqa: FBT001 - a callback
+        """Be gone while somebody types."""
+        with self._lock:
+            self._away = away
+            if away:
+                self._put(self._erase())
+            else:  # who typed has ended the line
+                self._end = "\n"
+                self.write("")
 
     def follow(self, event: ev.Event) -> None:
         """Take in the run's next event."""
@@ -106,7 +117,7 @@ class StatusLine:
 
     def _draw(self) -> str:
         """Return the line, unless the cursor is in the middle of another, as after a prompt."""
-        if self._closed.is_set() or self._end not in ("\n", "\r"):
+        if self._closed.is_set() or self._away or self._end not in ("\n", "\r"):
             return ""
         self._shown = self._line()
         return f"\n{self._shown}" if self._end == "\r" else self._shown  # a bar stays above it

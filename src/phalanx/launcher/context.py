@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from phalanx.launcher import exit as launcher_exit
 from phalanx.launcher.outcome import failure_of, load_return
 from phalanx.launcher.progress import Progress
+from phalanx.launcher.prompts import prompts
 from phalanx.launcher.report import log_event
 from phalanx.launcher.signals import NAP_S, stop_signals
 from phalanx.launcher.stacks import StackQuestions
@@ -32,6 +33,7 @@ from phalanx.wire.messages import (
     InputWanted,
     KillRun,
     PassSignal,
+    Prompt,
     RestartRun,
     Result,
     RunFinished,
@@ -292,6 +294,11 @@ class LauncherContext(SubprocessContext[R]):
                 with self._changed:
                     self._questions.append(message)
                     self._changed.notify_all()
+            case Prompt(rank=rank, opens=True):
+                line = InputLine(run_id=self.run_id, rank=rank, text="")
+                prompts.begin(self.run_id, rank, lambda: self._link.send(line))
+            case Prompt(rank=rank):
+                prompts.end(self.run_id, rank)
             case StacksFound():
                 self._stack_questions.answer(message)
             case RunFinished():

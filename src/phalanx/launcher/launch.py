@@ -145,12 +145,13 @@ def _launch(
         launch_spec, link, console, on_event, on_ended=on_ended
     )
     console_spec, console_fds = console.describe()
+    stdin = [os.dup(0)] if launch_spec.stdin_ranks else []
     launch = Launch(spec=launch_spec, key=key, image=image, console=console_spec)
     if takes_signals:
         stop_signals.run_began(context)
     launcher_exit.keep(context)
     link.subscribe(launch_spec.run_id, context)
-    link.send(launch, [*fds, *console_fds])
+    link.send(launch, [*fds, *stdin, *console_fds])
     context.launched()
     return context
 

@@ -13,6 +13,8 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
+from phalanx.launcher.prompts import prompts
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import FrameType, TracebackType
@@ -106,6 +108,10 @@ class StopSignals:
             self._give_back(again=signum)
             return
         if signum in self._passed:
+            for run in self._live:
+                run.pass_signal(signum)
+            return
+        if signum == signal.SIGINT and prompts.open:  # the worker at the prompt gets it
             for run in self._live:
                 run.pass_signal(signum)
             return

@@ -187,6 +187,16 @@ def fill_standard_fds() -> None:
     os.close(fd)
 
 
+def is_terminal_in_background(fd: int) -> bool:
+    """Whether this is a terminal that another job than ours has at the moment."""
+    if not os.isatty(fd):
+        return False
+    try:
+        return os.tcgetpgrp(fd) != os.getpgrp()
+    except OSError:  # the terminal of another session: nobody's job control
+        return False
+
+
 def max_descriptors() -> int:
     """Return how many descriptors this process may have."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -91,6 +91,7 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
         on_closed_output: What happens when nobody reads the console any more.
         error_files: The ranks' torchelastic error files; empty: in the run's directory.
         variables: By rank, the variables that it gets in place of torchrun's.
+        stdin_ranks: Ranks that get the launcher's standard input; the others get none.
     """
 
     run_id: str
@@ -121,6 +122,7 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     on_closed_output: OnClosedOutput = "continue"
     error_files: tuple[str, ...] = ()
     variables: tuple[dict[str, str], ...] = ()
+    stdin_ranks: tuple[int, ...] = ()
 
     @property
     def num_nodes(self) -> int:

@@ -80,8 +80,9 @@ class Launch(Message, frozen=True, kw_only=True):
 
     fds: the payload (function and arguments: a file, or a `wire.parcel` of that file and of
     the descriptors that belong to the arguments), the bound and listening socket of the group's
-    store, then the console's descriptors (standard output, standard error) where
-    `ConsoleSpec` says ``descriptor``.
+    store, the launcher's standard input if `spec.stdin_ranks` names somebody, then the
+    console's descriptors (standard output, standard error) where `ConsoleSpec` says
+    ``descriptor``.
     """
 
     spec: LaunchSpec
@@ -205,6 +206,14 @@ class InputWanted(Message, frozen=True, kw_only=True):
     prompt: str
 
 
+class Prompt(Message, frozen=True, kw_only=True):
+    """A rank wants to read from the terminal (answer: InputLine without text), or has read."""
+
+    run_id: str
+    rank: int
+    opens: bool
+
+
 class StacksFound(Message, frozen=True, kw_only=True):
     """Where the workers are, by rank: stacks as text, the innermost call last."""
 
@@ -223,7 +232,9 @@ class RunFinished(Message, frozen=True, kw_only=True):
     failures: tuple[Failure, ...]
 
 
-AgentMessage: TypeAlias = Happened | Result | ConsoleText | InputWanted | StacksFound | RunFinished
+AgentMessage: TypeAlias = (
+    Happened | Result | ConsoleText | InputWanted | Prompt | StacksFound | RunFinished
+)
 
 # ── agent → fork server ──────────────────────────────────────────────────────────────────
 
@@ -232,7 +243,7 @@ class MakeWorker(Message, frozen=True, kw_only=True):
     """Make a worker's process.
 
     fds: its end of the worker socket, standard output, standard error, the control page,
-    the payload, the file for native stacks.
+    the payload, the file for native stacks, and standard input if it has one.
     """
 
     ticket: int
@@ -240,6 +251,7 @@ class MakeWorker(Message, frozen=True, kw_only=True):
     image: ProcessImage
     environment: dict[str, str]
     fresh_interpreter: bool
+    has_stdin: bool = False
 
 
 class MakeStoreHost(Message, frozen=True, kw_only=True):
@@ -386,6 +398,20 @@ class DebuggerInput(Message, frozen=True, kw_only=True):
     prompt: str
 
 
+class Turn(Message, frozen=True, kw_only=True):
+    """It wants to read from the terminal (answer: InputLine without text), or has read."""
+
+    begins: bool
+
+
 WorkerMessage: TypeAlias = (
-    Entered | Returned | Raised | Reported | StoreOpened | Remarked | DebuggerText | DebuggerInput
+    Entered
+    | Returned
+    | Raised
+    | Reported
+    | StoreOpened
+    | Remarked
+    | DebuggerText
+    | DebuggerInput
+    | Turn
 )

@@ -36,6 +36,7 @@ from phalanx.worker.capture import failure_of
 from phalanx.worker.context import WorkerContext
 from phalanx.worker.imports import after_import
 from phalanx.worker.link import AgentLink
+from phalanx.worker.prompts import read_from_terminal
 from phalanx.worker.shadows import make_room, shadows
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def run_forked_worker(order: MakeWorker, fds: list[int], server_pid: int) -> NoR
     """Be the worker, in a child that the fork server just forked."""
     kernel.die_with_parent(server_pid)
     control, out, err, *files = fds
-    _connect_standard_streams(out, err)
+    _connect_standard_streams(files.pop() if order.has_stdin else None, out, err)
     kernel.close_all_fds({0, 1, 2, control, *files})
     fresh.enter_surroundings(order.image)
     if not order.fresh_interpreter:
@@ -161,9 +162,8 @@ def _bind_to_cpus(worker: WorkerSpec, image: ProcessImage) -> None:
         bind(worker, image.environment)
 
 
-def _connect_standard_streams(out: int, err: int) -> None:
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
+def _connect_standard_streams(stdin: int | None, out: int, err: int) -> None:
+    os.dup2(os.open(os.devnull, os.O_RDONLY) if stdin is None else stdin, 0)
     os.dup2(out, 1)
     os.dup2(err, 2)
 
@@ -179,11 +179,14 @@ def _run(
     be_found(control_page, worker.rank, native)
     context = WorkerContext(worker, link, control_page)
     install_context(context)
+    if worker.program is None:
+        sys.breakpointhook = context.on_breakpoint
     after_import("torch.optim.optimizer", watch_optimizers)
     if worker.is_watched:  # so that a script without a context gives signs of life, too
         after_import("torch.optim.optimizer", lambda: note_steps(context.heartbeat))
     after_import("torch.distributed.distributed_c10d", register_shm_backend)
     _bind_to_cpus(worker, image)
+    read_from_terminal(link, worker)
     call = _load(worker, image, payload, context, link)
     link.report(Entered())
     code = _call(worker, call, link)

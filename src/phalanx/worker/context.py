@@ -15,6 +15,8 @@ from phalanx.values.spec import to_seconds
 from phalanx.wire.messages import Reported, StoreOpened
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     import torch
 
     from phalanx.system.page import ControlPage
@@ -40,6 +42,7 @@ class WorkerContext(SubprocessContext[Any]):
         self._page = page
         self._group: ControlGroup | None = None
         self._watched = False
+        self._pid = os.getpid()
 
     def __repr__(self) -> str:
         """Say who this is."""
@@ -169,9 +172,19 @@ class WorkerContext(SubprocessContext[Any]):
                 f"breakpoint(rank={rank}): ranks go from 0 to {self._worker.world_size - 1}"
             )
         if rank == self._worker.rank:
-            from phalanx.worker.debugger import open_debugger  # noqa: PLC0415 - imports pdb
+            self._open_debugger(sys._getframe(1))  # noqa: SLF001 - as pdb does
 
-            open_debugger(self._link, rank, sys._getframe(1))  # noqa: SLF001 - as pdb does
+    def on_breakpoint(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as Python's own
+        """Be `sys.breakpointhook`: what `breakpoint()` does in a function."""
+        if os.environ.get("PYTHONBREAKPOINT") or os.getpid() != self._pid:
+            return sys.__breakpointhook__(*args, **kwargs)  # noqa: T100 - as asked for
+        self._open_debugger(sys._getframe(1))  # noqa: SLF001 - as above
+        return None
+
+    def _open_debugger(self, frame: FrameType) -> None:
+        from phalanx.worker.debugger import open_debugger  # noqa: PLC0415 - imports pdb
+
+        open_debugger(self._link, self._worker.rank, frame)
 
     @cached_property
     def _tensors(self) -> TensorClient:

@@ -8,7 +8,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from phalanx.wire.frames import Channel
-from phalanx.wire.messages import DebuggerInput, InputLine
+from phalanx.wire.messages import DebuggerInput, InputLine, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,6 +51,15 @@ class AgentLink:
         self.send(DebuggerInput(prompt=prompt))
         answer = self._channel.receive()
         return "" if answer is None else answer[0].text
+
+    def ask_turn(self) -> None:
+        """Wait until this worker may read from the terminal."""
+        self.send(Turn(begins=True))
+        self._channel.receive()
+
+    def end_turn(self) -> None:
+        """Others may read."""
+        self.send(Turn(begins=False))
 
     def _renew_lock(self) -> None:
         """A thread of the parent may have held it at the fork."""
