@@ -804,4 +804,5 @@ def test_real_interpreters_meet_in_one_group(run, write):
     )
     done = run("--start-method=spawn", "--nproc-per-node", "2", name)
     assert (done.returncode, done.stderr) == (0, "")
-    assert sorted_lines(done.stdout) == ["[rank 0] 3.0", "[rank 1] 3.0"]
+    said = [line for line in sorted_lines(done.stdout) if "[Gloo]" not in line]  # torch 2.9's own
+    assert said == ["[rank 0] 3.0", "[rank 1] 3.0"]
