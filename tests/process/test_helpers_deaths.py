@@ -68,7 +68,6 @@ def train(rank, world_size, folder, moment, slow):
             context.put_tensor("weights", torch.ones(50_000))
     if moment == "in training":
         arrive(folder)
-        time.sleep(1000)
     if moment == "during a restart":
         def stop(signum, frame):
             Path(folder, "at-0").write_text("0")
@@ -81,8 +80,9 @@ def train(rank, world_size, folder, moment, slow):
         if rank == 0:
             os.kill(os.getpid(), 9)
         time.sleep(1000)
-    if moment == "at exit":
-        atexit.register(linger, folder)
+    if moment != "at exit":
+        time.sleep(1000)
+    atexit.register(linger, folder)
     return "done"
 
 start_processes(lambda rank, world_size: None, 1, preload=()).wait()
@@ -266,6 +266,8 @@ def test_no_death_of_a_helper_is_silent(launchers, tmp_path, helper, way, moment
     assert victims
     for victim in victims:
         victim.send_signal(way)
+        if is_before and way != signal.SIGSTOP:
+            victim.send_signal(signal.SIGCONT)  # or it would not even die of SIGSEGV
     (tmp_path / "go-on").touch()
     if helper == "launcher":
         assert launcher.process.wait(PATIENCE_S) == -way
