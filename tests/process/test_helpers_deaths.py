@@ -90,6 +90,10 @@ say(ready=True)
 for line in sys.stdin:
     case = json.loads(line)
     folder, moment = case["folder"], case["moment"]
+    if moment == "before the first worker":  # with a warm fork server, which is then stopped
+        start_processes(lambda rank, world_size: None, 1, preload=()).wait()
+        say(ready=True)
+        sys.stdin.readline()
     slow = Slow(folder) if moment == "while workers start" else None
     options = {"max_restarts": case["restarts"], "env": {"TAG": case["tag"]}, "grace": 3}
     if case["is_light"]:
@@ -243,18 +247,29 @@ def find(helper: str, launcher: Launcher, worker: int) -> list[psutil.Process]:
 
 @pytest.mark.parametrize(("helper", "way", "moment"), CASES)
 def test_no_death_of_a_helper_is_silent(launchers, tmp_path, helper, way, moment):
-    launcher, tag = launchers(), f"case-{uuid.uuid4().hex}"
+    launcher = launchers()
+    try:
+        walk(launcher, tmp_path, helper, way, moment)
+    except BaseException:
+        launcher.process.kill()  # the next case gets another
+        launcher.process.wait(PATIENCE_S)
+        raise
+
+
+def walk(launcher: Launcher, tmp_path: Path, helper: str, way: int, moment: str) -> None:
+    tag = f"case-{uuid.uuid4().hex}"
     restarts = int(way == signal.SIGSEGV or moment == "during a restart")
     is_before = moment == "before the first worker"
-    if is_before:
-        wait_until(lambda: servers_of(launcher), PATIENCE_S, "a fork server")
-        for server in servers_of(launcher):
-            server.suspend()  # so that no worker is made meanwhile
     launcher.launch(
         folder=str(tmp_path), moment=moment, tag=tag, restarts=restarts,
         is_light=helper != "store host" and moment not in HEAVY,
         start_timeout=1 if is_before and way == signal.SIGSTOP else 60,
     )  # fmt: skip
+    if is_before:
+        assert launcher.answer() == {"ready": True}
+        for server in servers_of(launcher):
+            server.suspend()  # so that no worker is made meanwhile
+        launcher.launch()
     assert launcher.answer() == {"launched": True}
     worker = 0
     if not is_before:
