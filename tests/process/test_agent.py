@@ -72,7 +72,7 @@ def test_another_user_is_hung_up_on():
         "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); "
         f"s.connect({agent_socket()!r}); s.settimeout(10); sys.exit(len(s.recv(10)))"
     )
-    assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", probe], check=False, timeout=60).returncode == 0
     assert context.wait().returns == (0,)
 
 
@@ -128,7 +128,9 @@ def test_importing_phalanx_imports_only_names_and_starting_needs_no_torch():
         "print(sorted(names - set(sys.stdlib_module_names))); from phalanx import start_processes; "
         "print([m for m in ('torch', 'numpy', 'cloudpickle', 'uvloop', 'asyncio') if m in sys.modules])"
     )
-    out = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    out = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=60
+    )
     assert out.stdout.splitlines() == ["['phalanx']", "[]"]
 
 

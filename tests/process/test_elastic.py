@@ -79,7 +79,9 @@ def test_values_are_torchs_own_classes():
 
 def test_the_package_imports_no_torch():
     code = "import sys, phalanx.elastic, phalanx.elastic.worker; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
     assert done.stdout.strip() == "False"
 
 
@@ -404,7 +406,7 @@ def test_it_works_off_the_main_thread(logs):
 
     thread = threading.Thread(target=run)
     thread.start()
-    thread.join()
+    thread.join(60)
     assert results[0].return_values == {0: 2}
 
 
@@ -475,7 +477,7 @@ def test_a_signal_to_this_process_raises_in_wait(entrypoint, signum, logs):
     timer.start()
     with pytest.raises(SignalException) as caught:
         context.wait()
-    timer.join()
+    timer.join(60)
     assert caught.value.sigval == signum
     assert not gone(pids)
     context.close(caught.value.sigval)

@@ -211,4 +211,4 @@ def test_a_log_directory_without_space_is_said_once(script, tmp_path, console):
         check_flood(out, 2000, ranks=range(4) if console == "all" else ())
         assert err.count(b"can't be written (No space left on device)") == 1
     finally:
-        subprocess.run(["umount", str(small)], check=True)
+        subprocess.run(["umount", str(small)], check=True, timeout=60)

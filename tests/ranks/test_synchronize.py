@@ -653,7 +653,7 @@ def from_threads(rank, world_size):
             with pytest.raises(SynchronizeError, match="another thread of this worker"):
                 context.synchronize(parameter)
             context.put_tensor("seen", torch.ones(1))
-        thread.join()
+        thread.join(60)
     else:
         context.get_tensor("seen")
         context.synchronize(parameter)

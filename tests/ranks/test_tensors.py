@@ -414,7 +414,7 @@ def use_from_threads(rank, world_size, num_bytes):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
     return wrong
 
 
@@ -727,7 +727,7 @@ def test_an_interrupted_wait_leaves_the_next_answer_to_the_next_question():
         thread = threading.Thread(target=wait)
         thread.start()
         raise_async(ctypes.c_ulong(thread.ident), ctypes.py_object(KeyboardInterrupt))
-        thread.join()
+        thread.join(60)
         context.put_tensor("missing", torch.zeros(1))
         assert context.get_tensor("there").item() == 1
         assert context.get_tensor("missing").item() == 0

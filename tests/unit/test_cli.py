@@ -205,7 +205,9 @@ def test_help_needs_no_torch_and_little_else():
         "assert not heavy, heavy"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env=env)
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=60, capture_output=True, env=env
+    )
 
 
 @pytest.mark.parametrize(
