@@ -207,3 +207,20 @@ def test_ctrl_z_pauses_all_ranks_and_fg_goes_on(typist, tmp_path):
     at.wait_for("ended")
     at.wait_for("end=0")
     assert at.end() == 0
+
+
+def test_a_debugger_on_several_ranks_stays_on_one_until_it_goes_on(typist):
+    at = typist(
+        "import os\nrank = os.environ['RANK']\nbreakpoint()\nprint(rank, 'went on')\n",
+        "--nproc-per-node", 2,
+    )  # fmt: skip
+    at.wait_for("[rank ")
+    first = at.wait_for("] (Pdb) ")[-1]
+    for _ in range(3):
+        at.type("p 6 * 7\n")
+        at.wait_for("42")
+        at.wait_for(f"[rank {first}] (Pdb) ")
+    at.type("c\n")
+    at.wait_for(f"[rank {1 - int(first)}] (Pdb) ")
+    at.type("c\n")
+    assert at.end() == 0

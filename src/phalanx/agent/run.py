@@ -99,7 +99,7 @@ class Run:
             self.feed,
         )
         self._passed = PassedSignals(loop, lambda: self._workers, self._all_run, self.stop)
-        self._prompts = Prompts(self.spec.run_id, self.output, self._hang_watch, self.tell)
+        self._prompts = Prompts(loop, self.spec.run_id, self.output, self._hang_watch, self.tell)
         self._news = WorkerNews(
             self.spec, launcher, servers, self.output, self.tensors, self._hang_watch,
             self._prompts, self.feed, self._announce,
