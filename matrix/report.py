@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from matrix.conformance import AREAS, Tally
-from matrix.environments import ROOT, Pair
+from matrix.environments import DEFAULT_PAIRS, ROOT, Pair
 
 PAGE = ROOT / "docs" / "support.md"
 RESULTS = ROOT / "matrix" / "results.json"
@@ -94,7 +94,13 @@ def render(results: Results) -> str:
         "| --- " * (len(AREAS) + 5) + "|",
         *(_row(results[pair]) for pair in pairs),
     ]
-    return _HEAD + "\n".join(lines) + "\n" + _failures(results[pair] for pair in pairs) + _NOTES
+    found = _failures(results[pair] for pair in pairs) + _missing(results)
+    return _HEAD + "\n".join(lines) + "\n" + found + _NOTES
+
+
+def _missing(results: Results) -> str:
+    missing = [f"Python {p.python} with torch {p.torch}" for p in DEFAULT_PAIRS if p not in results]
+    return f"\nNot tested yet: {', '.join(missing)}.\n" if missing else ""
 
 
 def _row(result: Result) -> str:
