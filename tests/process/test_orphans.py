@@ -67,8 +67,11 @@ def family(script):
 def ours(script, name: str) -> psutil.Process:
     """Find the agent or the (exec'd) fork server of a script."""
     for process in psutil.Process(script.pid).children(recursive=True):
-        if f"phalanx.{name}.__main__" in " ".join(process.cmdline()):
-            return process
+        try:
+            if f"{name}.__main__" in " ".join(process.cmdline()):
+                return process
+        except psutil.ZombieProcess:
+            continue  # a relative that nobody has waited for
     raise AssertionError(name)
 
 
