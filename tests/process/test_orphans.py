@@ -67,8 +67,11 @@ def family(script):
 def ours(script, name: str) -> psutil.Process:
     """Find the agent or the (exec'd) fork server of a script."""
     for process in psutil.Process(script.pid).children(recursive=True):
-        if f"phalanx.{name}.__main__" in " ".join(process.cmdline()):
-            return process
+        try:
+            if f"{name}.__main__" in " ".join(process.cmdline()):
+                return process
+        except psutil.ZombieProcess:
+            continue  # a relative that nobody has waited for
     raise AssertionError(name)
 
 
@@ -179,10 +182,9 @@ def test_a_fork_server_that_dies_while_forking(run_script):
         "start_processes(lambda rank, world_size: None, 1, preload=()).wait()\n"
         "server = psutil.Process().children()[0].children()[0]\n"
         "server.suspend()\n"
-        "context = start_processes(f, 2, preload=(), max_restarts=2)\n"
+        "context = start_processes(f, 2, preload=())\n"
         "time.sleep(0.2)\nserver.kill()\ncontext.wait()\n",
         timeout=20,
     )
     assert done.returncode == 1
     assert "The fork server (process" in done.stderr
-    assert "never reached the user's code" in done.stderr
