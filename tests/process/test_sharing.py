@@ -31,9 +31,11 @@ def use_everything(rank, world_size, shared):
     shared["segment"].buf[rank] += 1
     shared["namespace"].ranks += 1 if rank == 0 else 0
     if context.restart_count == 0 and rank == 0:
+        assert shared["ready"][0].recv() == "ready"  # who is ended now holds no lock
         shared["end"].send("again")
         raise RuntimeError("once more")
     if context.restart_count == 0:
+        shared["ready"][1].send("ready")
         shared["never"].wait()
     with shared["condition"]:
         shared["condition"].notify_all()
@@ -64,7 +66,7 @@ def test_all_of_it_is_shared_by_all_ranks_of_all_generations(start_method, manag
             "tensor": torch.zeros(2).share_memory_(), "namespace": manager.Namespace(ranks=0),
             "queue": SPAWN.Queue(), "simple": SPAWN.SimpleQueue(), "done": SPAWN.Event(),
             "joinable": SPAWN.JoinableQueue(), "tensors": TORCH.Queue(), "never": SPAWN.Event(),
-            "held": lambda: inner.value,
+            "ready": SPAWN.Pipe(duplex=False), "held": lambda: inner.value,
         }  # fmt: skip
         ours.send("hello")
         context = start_processes(
@@ -74,8 +76,9 @@ def test_all_of_it_is_shared_by_all_ranks_of_all_generations(start_method, manag
         assert ours.poll(20)
         assert ours.recv() == "again"
         ours.send("hello")
-        for name in ("queue", "simple", "joinable"):
-            assert sorted(shared[name].get() for _ in range(2)) == [(name, 0), (name, 1)]
+        for name in ("queue", "joinable"):
+            assert sorted(shared[name].get(timeout=30) for _ in range(2)) == [(name, 0), (name, 1)]
+        assert sorted(shared["simple"].get() for _ in range(2)) == [("simple", 0), ("simple", 1)]
         received = sorted(shared["tensors"].get().tolist() for _ in range(2))
         assert received == [[0.0] * 3, [1.0] * 3]
         shared["done"].set()
@@ -90,7 +93,7 @@ def test_all_of_it_is_shared_by_all_ranks_of_all_generations(start_method, manag
             shared[name].close()
             shared[name].join_thread()
     finally:
-        for end in (ours, theirs):
+        for end in (ours, theirs, *shared["ready"]):
             end.close()
         segment.close()
         segment.unlink()
