@@ -13,12 +13,13 @@ from phalanx.agent.worker import WorkerOwner, WorkerProcess, forget_error_file
 from phalanx.system import kernel
 from phalanx.values import events as ev
 from phalanx.values.spec import error_file, worker_environment, worker_spec
-from phalanx.wire.messages import MakeStoreHost
+from phalanx.wire.forking import MakeStoreHost
 
 if TYPE_CHECKING:
     import asyncio
 
-    from phalanx.agent.forkservers import ForkServer, ForkServers, NotMade
+    from phalanx.agent.forkserver import ForkServer, NotMade
+    from phalanx.agent.forkservers import ForkServers
     from phalanx.agent.output import RunOutput
     from phalanx.values.failures import Exit, Failure
     from phalanx.values.spec import LaunchSpec

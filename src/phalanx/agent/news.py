@@ -24,7 +24,8 @@ from phalanx.wire.messages import (
 
 if TYPE_CHECKING:
     from phalanx.agent.connection import Connection
-    from phalanx.agent.forkservers import ForkServers, NotMade
+    from phalanx.agent.forkserver import NotMade
+    from phalanx.agent.forkservers import ForkServers
     from phalanx.agent.hangs import HangWatch
     from phalanx.agent.output import RunOutput
     from phalanx.agent.prompts import Prompts

@@ -1,7 +1,8 @@
-"""Signals that were named to the command: to the workers that catch them, once they can."""
+"""Signals that the launcher passes on: to the workers that they are for, once they can."""
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING
 
 from phalanx.system import kernel
@@ -10,6 +11,8 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Mapping
 
+    from phalanx.agent.hangs import HangWatch
+    from phalanx.agent.prompts import Prompts
     from phalanx.agent.worker import WorkerProcess
 
 PATIENCE_S = 5.0
@@ -30,6 +33,8 @@ class PassedSignals:
         self,
         loop: asyncio.AbstractEventLoop,
         workers: Callable[[], Mapping[int, WorkerProcess]],
+        prompts: Prompts,
+        hang_watch: HangWatch,
         all_run: Callable[[], bool],
         stop: Callable[[str], None],
     ) -> None:
@@ -38,11 +43,15 @@ class PassedSignals:
         Args:
             loop: The agent's.
             workers: Those of the present generation, by rank.
+            prompts: Knows who reads from the terminal.
+            hang_watch: Is told of pauses.
             all_run: Tells whether the group runs and none of its workers is being started.
             stop: Stops the run; called with the name of a signal that nobody catches.
         """
         self._loop = loop
         self._workers = workers
+        self._prompts = prompts
+        self._hang_watch = hang_watch
         self._all_run = all_run
         self._stop = stop
         self._entered_s = 0.0
@@ -60,10 +69,33 @@ class PassedSignals:
         self._entered_s = self._loop.time()
 
     def pass_on(self, signum: int) -> None:
-        """Give it to all that catch it, and to the others as soon as they do."""
+        """Give it to those that it is for.
+
+        SIGTSTP pauses all, SIGCONT lets them go on; a SIGINT is for the one that reads. Any
+        other goes to all that catch it, and to the others as soon as they do.
+        """
+        if signum in (signal.SIGTSTP, signal.SIGCONT):
+            self._pause(signum)
+            return
+        if signum == signal.SIGINT:
+            self._interrupt()
+            return
         self._served[signum] = set()
         self._taken.discard(signum)
         self._look()
+
+    def _pause(self, signum: int) -> None:
+        self._hang_watch.pause(paused=signum == signal.SIGTSTP)
+        for worker in self._workers().values():
+            worker.signal(signal.SIGSTOP if signum == signal.SIGTSTP else signum)
+
+    def _interrupt(self) -> None:
+        reader = self._prompts.current
+        worker = None if reader is None else self._workers().get(reader)
+        if worker is None:
+            self._stop(kernel.signal_name(signal.SIGINT))
+        else:
+            worker.signal(signal.SIGINT)
 
     def close(self) -> None:
         """Drop what is held: the run stops, or has ended."""

@@ -12,7 +12,7 @@ from phalanx.values.failures import Failure, Signaled, kind_of
 from phalanx.values.spec import error_file
 
 if TYPE_CHECKING:
-    from phalanx.agent.forkservers import NotMade
+    from phalanx.agent.forkserver import NotMade
     from phalanx.values.failures import Exit
     from phalanx.values.spec import LaunchSpec, WorkerSpec
 

@@ -98,8 +98,10 @@ class Run:
             lambda: self._workers,
             self.feed,
         )
-        self._passed = PassedSignals(loop, lambda: self._workers, self._all_run, self.stop)
         self._prompts = Prompts(loop, self.spec.run_id, self.output, self._hang_watch, self.tell)
+        self._passed = PassedSignals(
+            loop, lambda: self._workers, self._prompts, self._hang_watch, self._all_run, self.stop
+        )
         self._news = WorkerNews(
             self.spec, launcher, servers, self.output, self.tensors, self._hang_watch,
             self._prompts, self.feed, self._announce,
@@ -293,20 +295,8 @@ class Run:
         return self._launcher is launcher
 
     def pass_signal(self, signum: int) -> None:
-        """Give a signal to the workers whose code catches it; if none does, it is a stop.
-
-        A SIGINT is for the one that reads; a SIGTSTP pauses all, a SIGCONT lets them go on.
-        """
-        if signum in (signal.SIGTSTP, signal.SIGCONT):
-            self._hang_watch.pause(paused=signum == signal.SIGTSTP)
-            for worker in self._workers.values():
-                worker.signal(signal.SIGSTOP if signum == signal.SIGTSTP else signum)
-        elif signum != signal.SIGINT:
-            self._passed.pass_on(signum)
-        elif (reader := self._prompts.current) is not None and reader in self._workers:
-            self._workers[reader].signal(signum)
-        else:
-            self.stop(kernel.signal_name(signum))
+        """Give a signal to the workers that it is for; if there are none, it is a stop."""
+        self._passed.pass_on(signum)
 
     def stop(
         self, reason: str, grace_s: float | None = None, signum: int = signal.SIGTERM.value

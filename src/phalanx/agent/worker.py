@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Protocol
 from phalanx.agent.connection import Connection
 from phalanx.system import kernel
 from phalanx.system.whereabouts import QUESTION
-from phalanx.wire.messages import InputLine, MakeWorker, WorkerMessage
+from phalanx.wire.forking import MakeWorker
+from phalanx.wire.messages import InputLine, WorkerMessage
 
 if TYPE_CHECKING:
     import asyncio
 
-    from phalanx.agent.forkservers import ForkServer, NotMade
+    from phalanx.agent.forkserver import ForkServer, NotMade
     from phalanx.system.page import ControlPage
     from phalanx.values.errors import FrameError
     from phalanx.values.failures import Exit

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import queue
 import signal
 import threading
 import time
@@ -13,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from phalanx.launcher import exit as launcher_exit
+from phalanx.launcher.callbacks import Callbacks
 from phalanx.launcher.outcome import failure_of, load_return
 from phalanx.launcher.progress import Progress
 from phalanx.launcher.prompts import prompts
@@ -55,7 +54,6 @@ if TYPE_CHECKING:
     from phalanx.wire.messages import AgentMessage
 
 R = TypeVar("R")
-_log = logging.getLogger("phalanx")
 _KILL_MARGIN_S = 10.0
 """How much longer than its grace a shutdown may take before the run is killed."""
 
@@ -84,7 +82,7 @@ class LauncherContext(SubprocessContext[R]):
         self._finished: RunFinished | None = None
         self._agent_lost = False
         self._questions: list[InputWanted] = []
-        self._callbacks: queue.SimpleQueue[ev.Event | None] | None = None
+        self._callbacks = None if on_event is None else Callbacks(on_event)
         self._returns: tuple[Any, ...] | None = None
         self._launched = False
         self._early: list[StopRun | KillRun | PassSignal] = []
@@ -94,11 +92,6 @@ class LauncherContext(SubprocessContext[R]):
         self._store = StoreAccess(spec.run_id, link)
         self._release_store = weakref.finalize(self, self._store.release)
         self._release_store.atexit = False  # the agent ends with this process anyway
-        if on_event is not None:
-            self._callbacks = queue.SimpleQueue()
-            threading.Thread(
-                target=self._call_back, args=(on_event,), name="phalanx-events", daemon=True
-            ).start()
 
     def __repr__(self) -> str:
         """Say what runs, and how it stands."""
@@ -335,18 +328,10 @@ class LauncherContext(SubprocessContext[R]):
             self._progress.end(agent_lost=finished is None)
             self._changed.notify_all()
         if self._callbacks is not None:
-            self._callbacks.put(None)
+            self._callbacks.close()
         self._stack_questions.close()
         self._link.unsubscribe(self.run_id)
         self._on_ended(self)
-
-    def _call_back(self, on_event: Callable[[ev.Event], None]) -> None:
-        assert self._callbacks is not None  # noqa: S101 - see __init__
-        while (event := self._callbacks.get()) is not None:
-            try:
-                on_event(event)
-            except Exception:  # noqa: BLE001 - user code
-                _log.exception("on_event(%s) raised; the run goes on", type(event).__name__)
 
     # ── waiting ──────────────────────────────────────────────────────────────────────────
 

@@ -29,8 +29,9 @@ from phalanx.values.context import install_context
 from phalanx.values.errors import PayloadError
 from phalanx.values.failures import Failure
 from phalanx.wire import parcel
+from phalanx.wire.forking import MakeStoreHost, MakeWorker
 from phalanx.wire.frames import INLINE_LIMIT
-from phalanx.wire.messages import Entered, MakeStoreHost, MakeWorker, Raised, Remarked, Returned
+from phalanx.wire.messages import Entered, Raised, Remarked, Returned
 from phalanx.worker import fresh, script
 from phalanx.worker.capture import failure_of
 from phalanx.worker.context import WorkerContext

@@ -10,14 +10,14 @@ import sys
 from typing import NoReturn
 
 from phalanx.system import kernel
-from phalanx.wire.frames import Channel
-from phalanx.wire.messages import (
+from phalanx.wire.forking import (
     ForkServerOrder,
     MakeSuccessor,
     MakeWorker,
     ServerReady,
     ServerStarted,
 )
+from phalanx.wire.frames import Channel
 from phalanx.worker.forkserver.preload import preload
 from phalanx.worker.forkserver.server import ForkServer, Job
 

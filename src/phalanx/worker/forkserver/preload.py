@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from phalanx.tensors.sync.shm.backend import register_shm_backend
-from phalanx.wire.messages import PreloadFailed
+from phalanx.wire.forking import PreloadFailed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

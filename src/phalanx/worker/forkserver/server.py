@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from phalanx.system import kernel
-from phalanx.wire.frames import Channel
-from phalanx.wire.messages import (
+from phalanx.wire.forking import (
     ChildExited,
     ChildFailed,
     ChildMade,
@@ -30,6 +29,7 @@ from phalanx.wire.messages import (
     SignalChild,
     Swept,
 )
+from phalanx.wire.frames import Channel
 from phalanx.worker.forkserver.orphans import Orphanage
 
 if TYPE_CHECKING:
