@@ -206,7 +206,7 @@ def left_out(helper: str, way: int, moment: str) -> str | None:
         return "it is made with the workers"
     if way == signal.SIGSTOP:
         if helper != "fork server":
-            return "nobody needs its answer just then: see the tests below"
+            return "nobody asks it for anything that a timeout of ours could bound"
         if moment not in ("before the first worker", "during a restart", "at exit"):
             return "while no worker starts or ends nobody needs its answer"
     if way == signal.SIGSEGV and helper in ("agent", "launcher") and moment in HEAVY:
@@ -331,3 +331,45 @@ def check(answer: dict, helper: str, way: int, moment: str, pids: list[int]) -> 
         starts = [f"The run failed: {what} (process {pid}) was ended by {name}" for pid in pids]
         assert answer["text"].startswith(tuple(starts)), answer["text"]
         assert answer["cause"] == "helper"
+
+
+WITH_SUCCESSOR = """
+import os, signal, sys, time
+from pathlib import Path
+
+import psutil
+from phalanx import start_processes
+
+way, go_on = int(sys.argv[1]), Path(sys.argv[2])
+
+def train(rank, world_size):
+    while not go_on.exists():
+        time.sleep(0.01)
+    return rank
+
+def successor_of(context):
+    workers = set(context.pids().values())
+    if len(workers) < 2:
+        return None
+    for child in psutil.Process(min(workers)).parent().children():
+        if child.pid not in workers and "store-host" not in os.readlink(f"/proc/{child.pid}/fd/2"):
+            return child
+    return None
+
+context = start_processes(train, 2)
+until = time.monotonic() + 20
+while (successor := successor_of(context)) is None:
+    assert time.monotonic() < until, "no successor"
+    time.sleep(0.005)
+successor.send_signal(way)
+go_on.touch()
+print(context.wait(20).returns, start_processes(train, 2).wait(20).returns, successor.pid)
+"""
+
+
+@pytest.mark.parametrize("way", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
+def test_a_successor_that_dies_or_is_stopped_is_not_missed(run_script, tmp_path, way):
+    done = run_script(WITH_SUCCESSOR, str(int(way)), str(tmp_path / "go-on"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("(0, 1) (0, 1) ")
+    assert not psutil.pid_exists(int(done.stdout.split()[-1]))
