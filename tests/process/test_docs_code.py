@@ -19,7 +19,7 @@ from phalanx.cli import options as run_options
 from tests.conftest import Script, end_scripts
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"# (\w+\.py)\n")
 EXPECTED = re.compile(r"^ *print\(.*\)  # (.+)$", re.MULTILINE)

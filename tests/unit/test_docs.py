@@ -17,7 +17,7 @@ BEGIN = "<!-- lifecycle table: checked against the code by tests/unit/test_docs.
 END = "<!-- end of lifecycle table -->"
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 
 
