@@ -67,7 +67,10 @@ def _at_exit() -> None:
             code = max((_wait(context) for context in contexts), default=0)
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
-    link.close()
+    try:
+        link.close()
+    except KeyboardInterrupt:  # no need to see the agent out: it ends with this process
+        code = 128 + signal.SIGINT
     if code:
         _leave(code)
 
