@@ -37,7 +37,7 @@ _FRAME: Final = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 _BELOW_USER: Final = re.compile(r'File ".*/phalanx/(worker/(bootstrap|script)|elastic/worker)\.py"')
 """Frames of ours that user code was called from."""
 _WAITS: Final = re.compile(
-    r'File ".*/(torch/(distributed|autograd)/|phalanx/(sync|store)/|phalanx/worker/group\.py)'
+    r'File ".*/(torch/(distributed|autograd)/|phalanx/tensors/|phalanx/worker/group\.py)'
 )
 _LIBRARY: Final = re.compile(
     r'File "(<frozen |.*/(torch|phalanx)/|(?!.*-packages/).*/lib/python\d)'
