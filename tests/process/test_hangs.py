@@ -278,7 +278,7 @@ import torch
 
 parameter = torch.nn.Parameter(torch.zeros(1))
 optimizer = torch.optim.SGD([parameter])
-until = time.monotonic() + 11
+until = time.monotonic() + 12
 while time.monotonic() < until:
     parameter.grad = torch.ones(1)
     optimizer.step()
@@ -287,7 +287,7 @@ while time.monotonic() < until:
 
 
 def test_optimizer_steps_are_signs_of_a_script_that_knows_nothing_of_us(start):
-    watched = ("run", "--nproc-per-node", "2", "--hang-timeout", "5")
+    watched = ("run", "--nproc-per-node", "2", "--hang-timeout", "8")
     for started in [
         start(*watched, "--preload", preload, "train.py", source=STEPS_ONLY)
         for preload in ("torch", "")

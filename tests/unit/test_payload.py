@@ -9,6 +9,7 @@ import sys
 import threading
 import types
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import cloudpickle.cloudpickle as tracker
@@ -72,6 +73,12 @@ class Pair:
             payload.dump_value(value, file)
         with self.launcher.here():
             return payload.load_value(file.getvalue())
+
+
+@pytest.fixture(autouse=True)
+def nobody_uses_multiprocessing(monkeypatch):
+    """A resource tracker's descriptor would travel beside the pickle, which real workers get."""
+    monkeypatch.setattr(resource_tracker._resource_tracker, "_fd", None)
 
 
 @pytest.fixture
