@@ -103,8 +103,22 @@ SITE = "/venv/lib/python3.11/site-packages"
     [
         (True, [f"{SITE}/torch/distributed/distributed_c10d.py", "/me/train.py"]),
         (True, [f"{SITE}/torch/autograd/graph.py", f"{SITE}/torch/_tensor.py", "/me/train.py"]),
-        (True, [f"{SITE}/phalanx/wire.py", f"{SITE}/phalanx/tensors/store/conversation.py", "/me/a.py"]),
-        (True, ["/usr/lib/python3.11/threading.py", f"{SITE}/phalanx/tensors/sync/shm/work.py", "/a.py"]),
+        (
+            True,
+            [
+                f"{SITE}/phalanx/wire/frames.py",
+                f"{SITE}/phalanx/tensors/store/conversation.py",
+                "/me/a.py",
+            ],
+        ),
+        (
+            True,
+            [
+                "/usr/lib/python3.11/threading.py",
+                f"{SITE}/phalanx/tensors/sync/shm/work.py",
+                "/a.py",
+            ],
+        ),
         (True, [f"{SITE}/phalanx/worker/group.py", f"{SITE}/phalanx/worker/context.py", "/a.py"]),
         (False, ["/me/train.py"]),
         (False, ["/usr/lib/python3.11/queue.py", "/me/train.py"]),
