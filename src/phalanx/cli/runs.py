@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from phalanx.cli.usage import UsageError
+from phalanx.launcher.progress import Progress
 from phalanx.system import paths
 from phalanx.values import events as ev
 from phalanx.values.spec import LaunchSpec
@@ -50,41 +51,32 @@ class LineReader:
         return lines
 
 
-@dataclass(slots=True)
-class Status:
-    """How a run stands, by its events."""
+class Status(Progress):
+    """How a run stands, by its events, and since when.
 
-    state: str = "starting"
-    generation: int = 0
-    restart_count: int = 0
-    started_at: float | None = None
-    ended_at: float | None = None
-    pids: dict[int, int] = field(default_factory=dict)
+    Attributes:
+        generation: The present one.
+        started_at: When it began (seconds since the epoch); None: not yet.
+        ended_at: When it ended; None: not yet.
+    """
+
+    def __init__(self) -> None:
+        """Begin before the first event."""
+        super().__init__()
+        self.generation = 0
+        self.started_at: float | None = None
+        self.ended_at: float | None = None
 
     def follow(self, event: ev.Event) -> None:
         """Take in the next event."""
+        super().follow(event)
         match event:
             case ev.RunStarted(at=at):
                 self.started_at = at
             case ev.GenerationStarted(generation=generation):
-                self.state, self.generation = "starting", generation
-                self.restart_count += generation > 0
-            case ev.GroupRan():
-                self.state = "running"
-            case ev.GroupFell(restarting=restarting):
-                self.state = "restarting" if restarting else "stopping"
-            case ev.StopRequested() | ev.KillRequested():
-                self.state = "stopping"
-            case ev.RestartRequested():
-                self.state = "restarting"
-            case ev.WorkerRestarted():
-                self.restart_count += 1
-            case ev.WorkerStarted(rank=rank, pid=pid):
-                self.pids[rank] = pid
-            case ev.WorkerExited(rank=rank):
-                self.pids.pop(rank, None)
-            case ev.RunEnded(state=state, restart_count=count, at=at):
-                self.state, self.restart_count, self.ended_at = state, count, at
+                self.generation = generation
+            case ev.RunEnded(at=at):
+                self.ended_at = at
             case _:
                 pass
 
@@ -127,7 +119,7 @@ class KnownRun:
         if not self.lives:
             status.pids.clear()
             if status.ended_at is None:
-                status.state = "lost"
+                status.state = "lost"  # type: ignore[assignment]  # no phase: nobody lived to say it
         return status
 
 

@@ -30,7 +30,7 @@ class Progress:
         match event:
             case ev.GenerationStarted(generation=generation):
                 self.state = "starting"
-                self.restart_count = max(self.restart_count, generation)
+                self.restart_count += generation > 0
             case ev.GroupRan():
                 self.state = "running"
             case ev.GroupFell(restarting=restarting):
