@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from phalanx.values.spec import LaunchSpec
 
 _COMMAND = "phalanx logs"
-
 _HINT = "start the run with --log-dir DIR (in Python: log_dir=…) to have files as well"
 
 

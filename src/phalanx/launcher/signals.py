@@ -107,11 +107,8 @@ class StopSignals:
         if not self._live:
             self._give_back(again=signum)
             return
-        if signum in self._passed:
-            for run in self._live:
-                run.pass_signal(signum)
-            return
-        if signum == signal.SIGINT and prompts.open:  # the worker at the prompt gets it
+        at_a_prompt = signum == signal.SIGINT and prompts.open  # it is for the worker there
+        if signum in self._passed or at_a_prompt:
             for run in self._live:
                 run.pass_signal(signum)
             return
