@@ -116,10 +116,9 @@ def _launch(
 ) -> LauncherContext[Any]:
     signals.check()
     agent_link(key_of_launch(spec, image), image)  # torch is imported while we go on
-    nothing = kernel.open_anonymous_file("phalanx-payload")
     on_event = None if line is None else line.follow
     # From the moment at which the run is there, its own handlers have the signals.
-    context = launch(spec, image, nothing, on_event, port_option="--master-port")
+    context = launch(spec, image, on_event=on_event, port_option="--master-port")
     if signals.noted is not None:
         context.request_stop(kernel.signal_name(signals.noted))
     for signum in dict.fromkeys(signals.kept):

@@ -19,7 +19,7 @@ from phalanx.launcher import api
 from phalanx.launcher import exit as launcher_exit
 from phalanx.launcher.image import process_image
 from phalanx.launcher.launch import launch
-from phalanx.system import kernel, paths
+from phalanx.system import paths
 from phalanx.values import events as ev
 from phalanx.values import spec
 from phalanx.values.errors import RunStoppedError, WorkerFailedError
@@ -187,10 +187,15 @@ class PContext:
 
     def _start_run(
         self,
-        payload: api.Payload,
+        call: tuple[object, ...] | None,
         **fields: Any,  # noqa: ANN401 - LaunchSpec has their types
     ) -> LauncherContext[Any]:
-        """Start a run: without restarts, without a store, without Phalanx' own signals."""
+        """Start a run: without restarts, without a store, without Phalanx' own signals.
+
+        Args:
+            call: What `call_function` gets after rank and world size; None: a program runs.
+            **fields: More of the launch.
+        """
         no_file = any(file in ("", os.devnull) for file in self.error_files.values())
         launch_spec = spec.LaunchSpec(
             run_id=paths.new_run_id(),
@@ -204,9 +209,8 @@ class PContext:
             **fields,
         )
         spec.check_launch(launch_spec)
-        return launch(
-            launch_spec, process_image({}), payload.fd, takes_signals=False, keeps=payload.keeps
-        )
+        payload = None if call is None else api.dump_payload(call_function, call, None)
+        return launch(launch_spec, process_image({}), payload, takes_signals=False)
 
     def _started(self) -> LauncherContext[Any]:
         if self._run is None:
@@ -279,9 +283,8 @@ class MultiprocessContext(PContext):
 
     def _launch(self) -> LauncherContext[Any]:
         fresh = self.start_method == "spawn"
-        args = (self.entrypoint, self.args, self._numa_options)
         return self._start_run(
-            api.dump_payload(call_function, args, None),
+            (self.entrypoint, self.args, self._numa_options),
             start_method="spawn" if fresh else "forkserver",
             preload=() if fresh else ("torch",),
         )
@@ -333,8 +336,7 @@ class SubprocessContext(PContext):
             commands=commands,
             replaces_worker=True,
         )
-        nothing = api.Payload(kernel.open_anonymous_file("phalanx-payload"), [])
-        return self._start_run(nothing, preload=(), program=program)
+        return self._start_run(None, preload=(), program=program)
 
     def _command(self, rank: int) -> tuple[str, ...]:
         command = (str(self.entrypoint), *map(str, self.args[rank]))

@@ -6,10 +6,10 @@ import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from phalanx.launcher.image import fork_server_key, process_image
-from phalanx.launcher.launch import check_preload, launch
+from phalanx.launcher.launch import Payload, check_preload, launch
 from phalanx.launcher.link import agent_link
 from phalanx.system import kernel, paths
 from phalanx.values import outputs, spec
@@ -137,7 +137,7 @@ def start_processes(
     )
     image = process_image(_check_environment(env))
     payload = dump_payload(main_function, args, kwargs)
-    return launch(launch_spec, image, payload.fd, on_event, keeps=payload.keeps)
+    return launch(launch_spec, image, payload, on_event)
 
 
 def prewarm(preload: Sequence[str] = ("torch",)) -> None:
@@ -218,13 +218,6 @@ def _console_ranks(
         if not 0 <= rank < world_size:
             raise SpecError(f"console: there is no rank {rank!r} among {world_size}")
     return tuple(console)
-
-
-class Payload(NamedTuple):
-    """A call on its way: a file or a parcel, and what must live until the run has ended."""
-
-    fd: int
-    keeps: list[object]
 
 
 def dump_payload(

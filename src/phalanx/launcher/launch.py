@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -20,7 +20,7 @@ from phalanx.launcher.context import LauncherContext
 from phalanx.launcher.image import fork_server_key
 from phalanx.launcher.link import agent_link
 from phalanx.launcher.signals import stop_signals
-from phalanx.system import paths
+from phalanx.system import kernel, paths
 from phalanx.values.errors import PortInUseError, SpecError
 from phalanx.wire.messages import Launch
 
@@ -35,39 +35,45 @@ _BACKLOG = 4096
 """Connections that may wait at the group's store until its host accepts them."""
 
 
+class Payload(NamedTuple):
+    """A call on its way: a file or a parcel, and what must live until the run has ended."""
+
+    fd: int
+    keeps: list[object]
+
+
 def launch(
     launch_spec: LaunchSpec,
     image: ProcessImage,
-    payload_fd: int,
+    payload: Payload | None = None,
     on_event: Callable[[Event], None] | None = None,
     *,
     port_option: str = "main_process_port",
     takes_signals: bool = True,
-    keeps: Sequence[object] = (),
 ) -> LauncherContext[Any]:
     """Start a run, and return its context at once.
 
     Args:
         launch_spec: What is wanted, checked; port and run directory are filled in here.
         image: What workers take over from this process.
-        payload_fd: Function and arguments; owned from here on. Empty for a program.
+        payload: Function and arguments, owned from here on; None for a program.
         on_event: Called with each event.
         port_option: What the user calls the port, for the message that it is taken.
         takes_signals: Signals to this process stop the run.
-        keeps: What must live for as long as the run may start workers.
 
     Raises:
         PortInUseError: The port, or the address, can't be bound.
         RunDirectoryError: The run directory or `log_dir` can't be written.
     """
+    payload = payload or Payload(kernel.open_anonymous_file("phalanx-payload"), [])
     with contextlib.ExitStack() as on_failure:
-        on_failure.callback(os.close, payload_fd)
+        on_failure.callback(os.close, payload.fd)
         listener = on_failure.enter_context(
             _bind(launch_spec.master_addr, launch_spec.master_port, port_option)
         )
         launch_spec = _open_directories(launch_spec, listener.getsockname()[1])
-        fds = [payload_fd, listener.fileno()]
-        context = _launch(launch_spec, image, on_event, fds, list(keeps), takes_signals)
+        fds = [payload.fd, listener.fileno()]
+        context = _launch(launch_spec, image, on_event, fds, payload.keeps, takes_signals)
         listener.detach()  # both descriptors are the link's from here on
         on_failure.pop_all()
     paths.prune_runs()
