@@ -53,7 +53,10 @@ def test_what_a_worker_has_started_ends_with_it(start, tmp_path, code):
     source = f"""
 import os, subprocess, sys
 child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-open("pid-" + os.environ["RANK"], "w").write(str(child.pid))
+rank = os.environ["RANK"]  # the first to fail has its peer ended, perhaps while that one writes
+with open("new-" + rank, "w") as file:
+    file.write(str(child.pid))
+os.rename("new-" + rank, "pid-" + rank)
 sys.exit({code})
 """
     done = start(source, *LIGHT, "--nproc-per-node=2").finish()
